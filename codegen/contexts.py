@@ -1,0 +1,456 @@
+"""What the templates see: every decision about a kernel's shape, as properties of a frozen context.
+
+A template asks ``k`` and decides nothing itself beyond which text to keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .activations import ACTIVATIONS, Activation
+from .spec import GluLayout, KernelSpec, Pass, Schedule, TileConfig
+from .tiles import SmemPlan, math_warpgroups, output_columns, smem_plan
+
+_SWIZZLE = {16: "K_SW32", 32: "K_SW64", 64: "K_SW128"}  # by columns of 2 bytes
+_TITLES = {
+    Pass.FPROP_ACT: "FC1's forward with its activation",
+    Pass.FPROP: "a grouped linear layer's forward",
+    Pass.DGRAD_ACT: "FC2's data gradient through the activation",
+    Pass.DGRAD: "a grouped linear layer's data gradient",
+    Pass.WGRAD: "a grouped linear layer's weight gradient",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmContext:
+    """Context of the SM90 grouped GEMMs."""
+
+    spec: KernelSpec
+
+    # ------------------------------------------------------------------ what is computed
+
+    @property
+    def title(self) -> str:
+        """First line of the module's docstring."""
+        what = _TITLES[self.spec.kernel]
+        return f"{what[0].upper()}{what[1:]}: SM90, {self.spec.numerics}, tile {self.tile}."
+
+    @property
+    def activation(self) -> Activation | None:
+        """Entry of the activations table; None for a plain GEMM."""
+        return None if self.spec.activation is None else ACTIVATIONS[self.spec.activation]
+
+    @property
+    def probs(self) -> str | None:
+        """cutlass type of the router's probabilities."""
+        return None if self.spec.probs is None else self.spec.probs.cutlass
+
+    @property
+    def store_z(self) -> bool:
+        """Whether ``fprop_act`` writes z."""
+        return self.spec.store_z
+
+    @property
+    def varlen_k(self) -> bool:
+        """Whether the contraction runs over a group's tokens."""
+        return self.spec.kernel.contracts_tokens
+
+    @property
+    def operand(self) -> str:
+        """cutlass type of both operands."""
+        return self.spec.types.operand.cutlass
+
+    @property
+    def storage(self) -> str:
+        """cutlass type of what is stored."""
+        return self.spec.types.storage.cutlass
+
+    @property
+    def alignment(self) -> int:
+        """Features are a multiple of this."""
+        return self.spec.types.alignment
+
+    @property
+    def scalar_types(self) -> str:
+        """Names that the kernel imports from cutlass."""
+        names = {"Boolean", "Float32", "Int32", "Int64", self.operand, self.storage}
+        if self.probs:
+            names.add(self.probs)
+        return ", ".join(sorted(names))
+
+    # ------------------------------------------------------------------ tile and threads
+
+    @property
+    def tile(self) -> TileConfig:
+        """The tile config."""
+        assert self.spec.tile is not None  # check() has seen to it
+        return self.spec.tile
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a CTA's tile."""
+        return self.tile.tile_m
+
+    @property
+    def tile_n(self) -> int:
+        """Accumulator columns of a CTA's tile."""
+        return self.tile.tile_n
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of a mainloop stage."""
+        return self.spec.types.tile_k
+
+    @property
+    def tile_columns(self) -> str:
+        """Columns of the output that a tile covers, as an expression."""
+        return "TILE_N" if output_columns(self.spec) == self.tile_n else "TILE_N // 2"
+
+    @property
+    def cluster_m(self) -> int:
+        """CTAs of a cluster along M: they share B."""
+        return self.tile.cluster_m
+
+    @property
+    def cluster_n(self) -> int:
+        """CTAs of a cluster along N: they share A."""
+        return self.tile.cluster_n
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether two math warpgroups take turns, each with a tile of its own."""
+        return self.tile.schedule is Schedule.PINGPONG
+
+    @property
+    def warpgroups(self) -> int:
+        """Math warpgroups that share a tile."""
+        return math_warpgroups(self.tile)
+
+    @property
+    def math_warpgroups(self) -> int:
+        """Math warpgroups of a CTA."""
+        return 2 if self.pingpong else self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 128 * (1 + self.math_warpgroups)
+
+    @property
+    def _registers(self) -> tuple[int, int]:
+        """Registers a thread of the producer and of the math warpgroups: 65,536 for all of them."""
+        if self.math_warpgroups == 3:
+            return 32, 160
+        accumulators = self.tile_m * self.tile_n // (128 * self.warpgroups)
+        return (24, 240) if accumulators >= 192 else (40, 232)
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer thread."""
+        return self._registers[0]
+
+    @property
+    def math_registers(self) -> int:
+        """Registers of a math thread."""
+        return self._registers[1]
+
+    @property
+    def band(self) -> int:
+        """Cluster tile rows that a wave of CTAs works on together."""
+        return 16 // self.cluster_m
+
+    # ------------------------------------------------------------------ shared memory
+
+    @property
+    def _smem(self) -> SmemPlan:
+        return smem_plan(self.spec)
+
+    @property
+    def stages(self) -> int:
+        """Mainloop stages."""
+        return self._smem.stages
+
+    @property
+    def epi_n(self) -> int:
+        """Columns of an epilogue sub-tile."""
+        return self._smem.epi_n
+
+    @property
+    def epi_stages(self) -> int:
+        """Staging buffers."""
+        return self._smem.epi_stages
+
+    @property
+    def z_stages(self) -> int:
+        """Buffers of z that ``dgrad_act`` loads ahead; 0 elsewhere."""
+        return self._smem.z_stages
+
+    @property
+    def subtiles(self) -> int:
+        """Epilogue sub-tiles of a tile."""
+        return output_columns(self.spec) // self.epi_n
+
+    @property
+    def staging_swizzle(self) -> str:
+        """Swizzle of the staging buffers: as wide as a row of a sub-tile."""
+        return _SWIZZLE[self.epi_n]
+
+    # ------------------------------------------------------------------ operands
+
+    @property
+    def a_name(self) -> str:
+        """The tensor that is the GEMM's A."""
+        return "x" if self.spec.kernel in (Pass.FPROP_ACT, Pass.FPROP) else "dy"
+
+    @property
+    def out_name(self) -> str:
+        """The output of a plain GEMM."""
+        return {Pass.FPROP: "y", Pass.DGRAD: "dx", Pass.WGRAD: "dw"}[self.spec.kernel]
+
+    @property
+    def a_major(self) -> str:
+        """Dimension along which A is contiguous."""
+        return "MN" if self.varlen_k else "K"
+
+    @property
+    def b_major(self) -> str:
+        """Dimension along which B is contiguous."""
+        return "K" if self.spec.kernel in (Pass.FPROP_ACT, Pass.FPROP) else "MN"
+
+    @property
+    def glu_box(self) -> bool:
+        """Whether B's tile is a box of gate rows and up rows."""
+        return (
+            self.spec.kernel is Pass.FPROP_ACT and self.halves == 2 and self.spec.glu_layout is GluLayout.CONTIGUOUS
+        )
+
+    @property
+    def b_modes(self) -> int:
+        """Modes of one tile of B."""
+        return 3 if self.glu_box else 2
+
+    @property
+    def a_load(self) -> str:
+        """Copy operation that loads A: along N the CTAs of a cluster need the same rows."""
+        return _load_op(self.cluster_n)
+
+    @property
+    def b_load(self) -> str:
+        """Copy operation that loads B: along M the CTAs of a cluster need the same columns."""
+        return _load_op(self.cluster_m)
+
+    @property
+    def a_place(self) -> str:
+        """This CTA's place among those that A is multicast to."""
+        return "rank, cute.make_layout(CLUSTER_N)" if self.cluster_n > 1 else "0, cute.make_layout(1)"
+
+    @property
+    def b_place(self) -> str:
+        """This CTA's place among those that B is multicast to."""
+        return "rank, cute.make_layout(CLUSTER_M)" if self.cluster_m > 1 else "0, cute.make_layout(1)"
+
+    @property
+    def a_mask(self) -> str:
+        """Multicast argument of A's copy."""
+        return ", mcast_mask=peers" if self.cluster_n > 1 else ""
+
+    @property
+    def b_mask(self) -> str:
+        """Multicast argument of B's copy."""
+        return ", mcast_mask=peers" if self.cluster_m > 1 else ""
+
+    # ------------------------------------------------------------------ activation
+
+    @property
+    def halves(self) -> int:
+        """Halves of z: gate and up, or gate alone."""
+        return 2 if self.activation is not None and self.activation.glu else 1
+
+    @property
+    def half_names(self) -> tuple[str, ...]:
+        """Names of the halves in the activations table."""
+        return ("gate", "up")[: self.halves]
+
+    @property
+    def gradients(self) -> str:
+        """Names that receive the gradients of the halves."""
+        return ", ".join(f"d{name}" for name in self.half_names)
+
+    @property
+    def z_width(self) -> str:
+        """Columns of z in terms of F."""
+        return "2F" if self.halves == 2 else "F"
+
+    @property
+    def _param_names(self) -> tuple[str, ...]:
+        return () if self.activation is None else tuple(name for name, _ in self.activation.params)
+
+    @property
+    def activation_arguments(self) -> str:
+        """Parameters of the activation's device function."""
+        return ", ".join(f"{name}: Float32" for name in self.half_names + self._param_names)
+
+    @property
+    def activation_call(self) -> str:
+        """Arguments of a call of the activation's device function."""
+        halves = tuple(f"{name}[r]" for name in self.half_names)
+        return ", ".join(halves + tuple(f"epilogue.{name}" for name in self._param_names))
+
+    @property
+    def act_stores(self) -> list[str]:
+        """Copies that store a sub-tile in ``fprop_act``."""
+        names = ["z", "act"] if self.store_z else ["act"]
+        return [
+            f"cute.copy(epilogue.{n}.copy, from_{n}[(None, buffer)], into_{n}[(None, tile.n * SUBTILES + s)])"
+            for n in names
+        ]
+
+    @property
+    def bulk_outputs(self) -> tuple[str, ...]:
+        """Fields of the epilogue whose descriptors are prefetched."""
+        if self.spec.kernel is Pass.FPROP_ACT:
+            return ("z", "act") if self.store_z else ("act",)
+        return ("z", "dz", "act") if self.spec.kernel is Pass.DGRAD_ACT else ("out",)
+
+    # ------------------------------------------------------------------ launch
+
+    @property
+    def _tensors(self) -> list[tuple[str, str, tuple[str, ...], str]]:
+        """Name, cutlass type, extents and meaning of each tensor argument but sizes and status, in order; sizes as a mark."""
+        operand, storage, z = self.operand, self.storage, "z_columns" if self.halves == 2 else "columns"
+        probs = [] if self.probs is None else [("probs", self.probs, ("tokens",), "router's probability of each token")]
+        sizes = [("sizes", "", (), "")]
+        kernel = self.spec.kernel
+        if kernel is Pass.FPROP_ACT:
+            z_out = [("z", storage, ("tokens", z), "pre-activation")] if self.store_z else []
+            return [
+                ("x", operand, ("tokens", "contraction"), "input, sorted by group"),
+                ("w", operand, ("groups", z, "contraction"), "weights" + (", [gate | up]" if self.halves == 2 else "")),
+                *probs,
+                *sizes,
+                *z_out,
+                ("act", storage, ("tokens", "columns"), "activation"),
+            ]
+        if kernel is Pass.FPROP:
+            return [
+                ("x", operand, ("tokens", "contraction"), "input, sorted by group"),
+                ("w", operand, ("groups", "columns", "contraction"), "weights"),
+                *sizes,
+                ("y", storage, ("tokens", "columns"), "output"),
+            ]
+        if kernel is Pass.DGRAD_ACT:
+            dp = [("dp_partial", "Float32", ("n_tiles", "tokens"), "dp of each tile column")] if self.probs else []
+            return [
+                ("dy", operand, ("tokens", "contraction"), "gradient of the output"),
+                ("w", operand, ("groups", "contraction", "columns"), "weights"),
+                ("z", storage, ("tokens", z), "pre-activation"),
+                *probs,
+                *sizes,
+                ("dz", storage, ("tokens", z), "gradient of z"),
+                ("act", storage, ("tokens", "columns"), "activation, recomputed"),
+                *dp,
+            ]
+        if kernel is Pass.DGRAD:
+            return [
+                ("dy", operand, ("tokens", "contraction"), "gradient of the output"),
+                ("w", operand, ("groups", "contraction", "columns"), "weights"),
+                *sizes,
+                ("dx", storage, ("tokens", "columns"), "gradient of the input"),
+            ]
+        return [
+            ("dy", operand, ("tokens", "rows"), "gradient of the output"),
+            ("x", operand, ("tokens", "columns"), "input"),
+            *sizes,
+            ("dw", storage, ("groups", "rows", "columns"), "gradient of the weights"),
+        ]
+
+    @property
+    def parameters(self) -> list[tuple[str, str]]:
+        """Names and annotations of ``launch``'s parameters before ``num_ctas``."""
+        tensors = [(name, "cute.Tensor") for name, *_ in self._tensors] + [("status", "cute.Tensor")]
+        return tensors + [(name, "Float32") for name in self._param_names]
+
+    @property
+    def parameter_docs(self) -> list[str]:
+        """The numpy-style documentation of them."""
+        letters = {
+            "tokens": "T",
+            "groups": "G",
+            "contraction": "K",
+            "columns": "F" if self.activation else "N",
+            "z_columns": "2F",
+            "rows": "M",
+            "n_tiles": "N tiles",
+        }
+        lines = []
+        for name, kind, shape, meaning in self._tensors:
+            if name == "sizes":
+                lines += ["sizes", "    (G,) Int32: tokens of each group, any stride."]
+                continue
+            extents = ", ".join(letters[extent] for extent in shape) + ("," if len(shape) == 1 else "")
+            lines += [name, f"    ({extents}) {kind}, contiguous: {meaning}."]
+        lines += ["status", "    (1,) Int32: set to 1 if a size is negative or the sizes exceed T."]
+        for name in self._param_names:
+            lines += [name, "    Parameter of the activation."]
+        return lines
+
+    @property
+    def launch_title(self) -> str:
+        """First line of ``launch``'s docstring."""
+        return "Launch the kernel on ``stream``."
+
+    @property
+    def fake_extents(self) -> list[str]:
+        """Statements that define the symbolic extents."""
+        names = {extent for _, _, shape, _ in self._tensors for extent in shape} - {"tokens", "groups", "n_tiles"}
+        features = [name for name in ("rows", "columns", "z_columns", "contraction") if name in names]
+        lines = [f"{name} = cute.sym_int(divisibility={self.alignment})" for name in features]
+        if any("n_tiles" in shape for _, _, shape, _ in self._tensors):
+            lines.append("n_tiles = cute.sym_int()")
+        return lines
+
+    @property
+    def fake_tensors(self) -> list[str]:
+        """Expressions of the fake arguments before ``num_ctas``."""
+        lines = []
+        for name, kind, shape, _ in self._tensors:
+            if name == "sizes":
+                lines.append("make_fake_tensor(Int32, (groups,), (cute.sym_int(),), assumed_align=4)")
+            elif name in ("probs", "dp_partial"):
+                lines.append(f"tensor({kind}, {', '.join(shape)}, align={kind}.width // 8)")
+            else:
+                lines.append(f"tensor({kind}, {', '.join(shape)})")
+        lines.append("tensor(Int32, 1, align=4)")
+        return lines + ["Float32(1.0)" for _ in self._param_names]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceContext:
+    """Context of the reduction over partial sums."""
+
+    spec: KernelSpec
+
+    @property
+    def title(self) -> str:
+        """First line of the module's docstring."""
+        return "Deterministic sum of partial sums: dp over the tile columns of dgrad_act."
+
+    @property
+    def out(self) -> str:
+        """cutlass type of the sum."""
+        assert self.spec.probs is not None  # render() has seen to it
+        return self.spec.probs.cutlass
+
+    @property
+    def scalar_types(self) -> str:
+        """Names that the kernel imports from cutlass."""
+        return ", ".join(sorted({"Float32", "Int32", "Int64", self.out}))
+
+
+def _load_op(peers: int) -> str:
+    return "CopyBulkTensorTileG2SMulticastOp" if peers > 1 else "CopyBulkTensorTileG2SOp"

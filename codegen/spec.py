@@ -1,0 +1,232 @@
+"""What determines a kernel: architecture, pass, numerics, activation, layout and tile config.
+
+A :class:`KernelSpec` is frozen, hashable and printable.  Its canonical JSON identifies it on disk (artifact store, AOT
+manifests) and its :attr:`~KernelSpec.name` identifies it to people and as a Python module under ``generated/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Arch(str, Enum):
+    """Target architecture, as ``cute.compile --gpu-arch`` spells it."""
+
+    SM90A = "sm_90a"
+    SM100A = "sm_100a"
+
+    @property
+    def folder(self) -> str:
+        """Name of the architecture's folder under ``templates/`` and ``generated/``."""
+        return {Arch.SM90A: "sm90", Arch.SM100A: "sm100"}[self]
+
+
+class Pass(str, Enum):
+    """The role of a kernel in a training step (design.md section 4)."""
+
+    FPROP_ACT = "fprop_act"
+    FPROP = "fprop"
+    DGRAD_ACT = "dgrad_act"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+    REDUCE = "reduce"
+
+    @property
+    def is_gemm(self) -> bool:
+        """Whether the kernel is a grouped GEMM (everything but ``reduce``)."""
+        return self is not Pass.REDUCE
+
+    @property
+    def has_activation(self) -> bool:
+        """Whether the activation or its gradient is part of the epilogue."""
+        return self in (Pass.FPROP_ACT, Pass.DGRAD_ACT)
+
+    @property
+    def contracts_tokens(self) -> bool:
+        """Whether the contraction runs over a group's tokens (varlen K) instead of features."""
+        return self is Pass.WGRAD
+
+
+class DType(str, Enum):
+    """Element types of tensors that kernels read and write."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def bits(self) -> int:
+        """Width of one element in bits."""
+        return {DType.BF16: 16, DType.FP16: 16, DType.FP32: 32}[self]
+
+    @property
+    def cutlass(self) -> str:
+        """Name of the type in the ``cutlass`` namespace."""
+        return {DType.BF16: "BFloat16", DType.FP16: "Float16", DType.FP32: "Float32"}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Operand and storage types of a recipe's kernels.  Accumulation is always fp32.
+
+    Attributes
+    ----------
+    name
+        Short name used in variant names.
+    operand
+        Type of both GEMM operands.
+    storage
+        Type of z, a, y and of the gradients.
+    """
+
+    name: str
+    operand: DType
+    storage: DType
+
+    @property
+    def tile_k(self) -> int:
+        """Depth of one mainloop stage: 128 bytes, one swizzle atom."""
+        return 1024 // self.operand.bits
+
+    @property
+    def alignment(self) -> int:
+        """Features must be a multiple of this: TMA needs a pitch of 16 bytes."""
+        return 128 // self.operand.bits
+
+
+NUMERICS: dict[str, Numerics] = {
+    "bf16": Numerics("bf16", DType.BF16, DType.BF16),
+    "fp16": Numerics("fp16", DType.FP16, DType.FP16),
+}
+
+
+class Schedule(str, Enum):
+    """How the math warpgroups of a CTA share output tiles."""
+
+    COOPERATIVE = "cooperative"
+    PINGPONG = "pingpong"
+
+
+class GluLayout(str, Enum):
+    """Order of the 2F rows of a GLU layer's FC1 weight (and columns of z)."""
+
+    CONTIGUOUS = "contiguous"
+    INTERLEAVED32 = "interleaved32"
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Output tile of a CTA, cluster shape and warp schedule of a GEMM kernel.
+
+    ``tile_n`` counts accumulator columns: in a GLU ``fprop_act`` a tile yields ``tile_n / 2`` columns of a.
+    Which combinations are valid is stated once, in :func:`codegen.tiles.check`.
+    """
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    schedule: Schedule = Schedule.COOPERATIVE
+
+    def __str__(self) -> str:
+        suffix = {Schedule.COOPERATIVE: "co", Schedule.PINGPONG: "pp"}[self.schedule]
+        return f"{self.tile_m}x{self.tile_n}_{self.cluster_m}x{self.cluster_n}_{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Everything that determines a kernel.
+
+    Attributes
+    ----------
+    arch, kernel
+        Target and role.
+    numerics
+        Key of :data:`NUMERICS`.
+    tile
+        Tile config; None for kernels that are not GEMMs.
+    activation
+        Key of :data:`codegen.activations.ACTIVATIONS`; None where the epilogue has none.
+    glu_layout
+        Layout of the GLU weight; only read by kernels with a GLU activation.
+    probs
+        Type of the router's probabilities that scale a (and of dprobs in ``reduce``); None for no scaling.
+    store_z
+        ``fprop_act`` only: whether z is written because a backward will read it.
+    """
+
+    arch: Arch
+    kernel: Pass
+    numerics: str = "bf16"
+    tile: TileConfig | None = None
+    activation: str | None = None
+    glu_layout: GluLayout = GluLayout.CONTIGUOUS
+    probs: DType | None = None
+    store_z: bool = False
+
+    @property
+    def types(self) -> Numerics:
+        """Operand and storage types."""
+        return NUMERICS[self.numerics]
+
+    @property
+    def name(self) -> str:
+        """Variant name: readable, unique for the spec, and a valid Python module name."""
+        parts = [self.arch.value.replace("_", ""), self.numerics, self.kernel.value]
+        if self.activation is not None:
+            parts.append(self.activation)
+            if self.glu_layout is not GluLayout.CONTIGUOUS:
+                parts.append(self.glu_layout.value)
+        if self.probs is not None:
+            parts.append(f"p{self.probs.value}")
+        if self.store_z:
+            parts.append("z")
+        if self.tile is not None:
+            parts.append(str(self.tile))
+        return "_".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with enums as their values: what JSON holds."""
+        return dataclasses.asdict(self, dict_factory=_plain)
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> KernelSpec:
+        """Inverse of :meth:`to_dict`.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            If a field is missing, unknown or holds an unknown value.
+        """
+        tile = data.get("tile")
+        return cls(
+            **{
+                **data,
+                "arch": Arch(data["arch"]),
+                "kernel": Pass(data["kernel"]),
+                "glu_layout": GluLayout(data["glu_layout"]),
+                "probs": None if data["probs"] is None else DType(data["probs"]),
+                "tile": None if tile is None else TileConfig(**{**tile, "schedule": Schedule(tile["schedule"])}),
+            }
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.value if isinstance(value, Enum) else value for key, value in items}
