@@ -83,5 +83,48 @@ ACTIVATIONS: dict[str, Activation] = {
             forward=("sig = sigmoid(gate)", "act = gate * sig * up"),
             backward=("dgate = grad * up * (sig + gate * sig * (1.0 - sig))", "dup = grad * gate * sig"),
         ),
+        # gpt-oss: both halves clamped, the linear one shifted
+        Activation(
+            name="clamped_qgeglu",
+            glu=True,
+            params=(("limit", 7.0), ("alpha", 1.702), ("glu_linear_offset", 1.0)),
+            forward=(
+                "clipped = minimum(gate, limit)",
+                "linear = minimum(maximum(up, -limit), limit) + glu_linear_offset",
+                "sig = sigmoid(alpha * clipped)",
+                "act = clipped * sig * linear",
+            ),
+            backward=(
+                "dgate = where(gate > limit, 0.0, grad * linear * (sig + alpha * clipped * sig * (1.0 - sig)))",
+                "dup = where(maximum(up, -up) > limit, 0.0, grad * clipped * sig)",
+            ),
+        ),
+        Activation(
+            name="situglu",
+            glu=True,
+            params=(("beta1", 4.0), ("beta2", 25.0)),
+            forward=(
+                "tg = tanh(gate / beta1)",
+                "tu = tanh(up / beta2)",
+                "sig = sigmoid(gate)",
+                "act = beta1 * tg * sig * (beta2 * tu)",
+            ),
+            backward=(
+                "dgate = grad * (beta2 * tu) * sig * ((1.0 - tg * tg) + beta1 * tg * (1.0 - sig))",
+                "dup = grad * (beta1 * tg * sig) * (1.0 - tu * tu)",
+            ),
+        ),
+        Activation(
+            name="srelu",
+            glu=False,
+            forward=("relu = maximum(gate, 0.0)", "act = relu * relu"),
+            backward=("dgate = grad * (2.0 * relu)",),
+        ),
+        Activation(
+            name="silu",
+            glu=False,
+            forward=("sig = sigmoid(gate)", "act = gate * sig"),
+            backward=("dgate = grad * (sig + gate * sig * (1.0 - sig))",),
+        ),
     )
 }

@@ -11,7 +11,7 @@ from .activations import ACTIVATIONS, Activation
 from .spec import GluLayout, KernelSpec, Pass, Schedule, TileConfig
 from .tiles import SmemPlan, math_warpgroups, output_columns, smem_plan
 
-_SWIZZLE = {16: "K_SW32", 32: "K_SW64", 64: "K_SW128"}  # by columns of 2 bytes
+_SWIZZLE = {32: "K_SW32", 64: "K_SW64", 128: "K_SW128"}  # by bytes of a row
 _TITLES = {
     Pass.FPROP_ACT: "FC1's forward with its activation",
     Pass.FPROP: "a grouped linear layer's forward",
@@ -46,6 +46,36 @@ class GemmContext:
         return None if self.spec.probs is None else self.spec.probs.cutlass
 
     @property
+    def bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.spec.bias
+
+    @property
+    def store_act(self) -> bool:
+        """Whether ``dgrad_act`` recomputes and writes a."""
+        return self.spec.store_act
+
+    @property
+    def sum_probs(self) -> bool:
+        """Whether ``dgrad_act`` writes partial sums of dprobs."""
+        return self.spec.sum_probs and self.spec.probs is not None
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether the output is added to what is there."""
+        return self.spec.accumulate
+
+    @property
+    def out(self) -> str:
+        """cutlass type of a plain GEMM's output."""
+        return (self.spec.out or self.spec.types.storage).cutlass
+
+    @property
+    def matrix_store(self) -> bool:
+        """Whether the output's elements are 2 bytes wide, as matrix stores need."""
+        return (self.spec.out or self.spec.types.storage).bits == 16
+
+    @property
     def store_z(self) -> bool:
         """Whether ``fprop_act`` writes z."""
         return self.spec.store_z
@@ -73,7 +103,7 @@ class GemmContext:
     @property
     def scalar_types(self) -> str:
         """Names that the kernel imports from cutlass."""
-        names = {"Boolean", "Float32", "Int32", "Int64", self.operand, self.storage}
+        names = {"Boolean", "Float32", "Int32", "Int64", self.operand, self.out}
         if self.probs:
             names.add(self.probs)
         return ", ".join(sorted(names))
@@ -198,7 +228,7 @@ class GemmContext:
     @property
     def staging_swizzle(self) -> str:
         """Swizzle of the staging buffers: as wide as a row of a sub-tile."""
-        return _SWIZZLE[self.epi_n]
+        return _SWIZZLE[self.epi_n * (self.spec.out or self.spec.types.storage).bits // 8]
 
     # ------------------------------------------------------------------ operands
 
@@ -228,6 +258,31 @@ class GemmContext:
         return (
             self.spec.kernel is Pass.FPROP_ACT and self.halves == 2 and self.spec.glu_layout is GluLayout.CONTIGUOUS
         )
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether gate and up alternate in blocks of 32 columns."""
+        return self.halves == 2 and self.spec.glu_layout is GluLayout.INTERLEAVED32
+
+    @property
+    def z_columns_shape(self) -> str:
+        """Shape of z's columns as (F, halves)."""
+        return "(32, columns // 32), 2" if self.interleaved else f"columns, {self.halves}"
+
+    @property
+    def z_columns_stride(self) -> str:
+        """Strides of z's columns as (F, halves)."""
+        return "(1, 64), 32" if self.interleaved else "1, columns"
+
+    @property
+    def gate_register(self) -> str:
+        """First accumulator register of the gate in a 16-column step, after those of the atoms before."""
+        return "(s * 2 * EPI_STEPS + e) * 8" if self.interleaved else "(s * EPI_STEPS + e) * 8"
+
+    @property
+    def up_register(self) -> str:
+        """How many registers further the up half lies."""
+        return "EPI_STEPS * 8" if self.interleaved else "TILE_N // 4"
 
     @property
     def b_modes(self) -> int:
@@ -290,16 +345,16 @@ class GemmContext:
     def _param_names(self) -> tuple[str, ...]:
         return () if self.activation is None else tuple(name for name, _ in self.activation.params)
 
-    @property
-    def activation_arguments(self) -> str:
+    def activation_parameters(self, *extra: str) -> str:
         """Parameters of the activation's device function."""
-        return ", ".join(f"{name}: Float32" for name in self.half_names + self._param_names)
+        names = self.half_names + self._param_names + extra
+        return _arguments([f"{name}: Float32" for name in names], 0, expand=bool(self._param_names))
 
-    @property
-    def activation_call(self) -> str:
-        """Arguments of a call of the activation's device function."""
-        halves = tuple(f"{name}[r]" for name in self.half_names)
-        return ", ".join(halves + tuple(f"epilogue.{name}" for name in self._param_names))
+    def activation_call(self, indent: int, *extra: str) -> str:
+        """Arguments of a call of the activation's device function in a statement indented by ``indent``."""
+        halves = [f"{name}[r]" for name in self.half_names]
+        params = [f"epilogue.{name}" for name in self._param_names]
+        return _arguments([*halves, *params, *extra], indent, expand=bool(params))
 
     @property
     def act_stores(self) -> list[str]:
@@ -315,7 +370,9 @@ class GemmContext:
         """Fields of the epilogue whose descriptors are prefetched."""
         if self.spec.kernel is Pass.FPROP_ACT:
             return ("z", "act") if self.store_z else ("act",)
-        return ("z", "dz", "act") if self.spec.kernel is Pass.DGRAD_ACT else ("out",)
+        if self.spec.kernel is Pass.DGRAD_ACT:
+            return ("z", "dz", "act") if self.store_act else ("z", "dz")
+        return ("out",)
 
     # ------------------------------------------------------------------ launch
 
@@ -323,7 +380,8 @@ class GemmContext:
     def _tensors(self) -> list[tuple[str, str, tuple[str, ...], str]]:
         """Name, cutlass type, extents and meaning of each tensor argument but sizes and status, in order; sizes as a mark."""
         operand, storage, z = self.operand, self.storage, "z_columns" if self.halves == 2 else "columns"
-        probs = [] if self.probs is None else [("probs", self.probs, ("tokens",), "router's probability of each token")]
+        scale = "router's probability of each token" if self.activation else "scale of the bias for each token"
+        probs = [] if self.probs is None else [("probs", self.probs, ("tokens",), scale)]
         sizes = [("sizes", "", (), "")]
         kernel = self.spec.kernel
         if kernel is Pass.FPROP_ACT:
@@ -331,6 +389,7 @@ class GemmContext:
             return [
                 ("x", operand, ("tokens", "contraction"), "input, sorted by group"),
                 ("w", operand, ("groups", z, "contraction"), "weights" + (", [gate | up]" if self.halves == 2 else "")),
+                *([("bias", storage, ("groups", z), "bias")] if self.bias else []),
                 *probs,
                 *sizes,
                 *z_out,
@@ -340,11 +399,14 @@ class GemmContext:
             return [
                 ("x", operand, ("tokens", "contraction"), "input, sorted by group"),
                 ("w", operand, ("groups", "columns", "contraction"), "weights"),
+                *([("bias", storage, ("groups", "columns"), "bias")] if self.bias else []),
+                *probs,
                 *sizes,
                 ("y", storage, ("tokens", "columns"), "output"),
             ]
         if kernel is Pass.DGRAD_ACT:
-            dp = [("dp_partial", "Float32", ("n_tiles", "tokens"), "dp of each tile column")] if self.probs else []
+            act = [("act", storage, ("tokens", "columns"), "activation, recomputed")] if self.store_act else []
+            dp = [("dp_partial", "Float32", ("n_tiles", "tokens"), "dp of each tile column")] if self.sum_probs else []
             return [
                 ("dy", operand, ("tokens", "contraction"), "gradient of the output"),
                 ("w", operand, ("groups", "contraction", "columns"), "weights"),
@@ -352,7 +414,7 @@ class GemmContext:
                 *probs,
                 *sizes,
                 ("dz", storage, ("tokens", z), "gradient of z"),
-                ("act", storage, ("tokens", "columns"), "activation, recomputed"),
+                *act,
                 *dp,
             ]
         if kernel is Pass.DGRAD:
@@ -366,7 +428,7 @@ class GemmContext:
             ("dy", operand, ("tokens", "rows"), "gradient of the output"),
             ("x", operand, ("tokens", "columns"), "input"),
             *sizes,
-            ("dw", storage, ("groups", "rows", "columns"), "gradient of the weights"),
+            ("dw", self.out, ("groups", "rows", "columns"), "gradient of the weights"),
         ]
 
     @property
@@ -450,6 +512,63 @@ class ReduceContext:
     def scalar_types(self) -> str:
         """Names that the kernel imports from cutlass."""
         return ", ".join(sorted({"Float32", "Int32", "Int64", self.out}))
+
+
+@dataclass(frozen=True, slots=True)
+class BiasGradContext:
+    """Context of the column sums that give a bias's gradient."""
+
+    spec: KernelSpec
+
+    @property
+    def title(self) -> str:
+        """First line of the module's docstring."""
+        return f"A bias's gradient: {self.spec.numerics}."
+
+    @property
+    def storage(self) -> str:
+        """cutlass type of dy and of the bias."""
+        return self.spec.types.storage.cutlass
+
+    @property
+    def out(self) -> str:
+        """cutlass type of db."""
+        return (self.spec.out or self.spec.types.storage).cutlass
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether db is added to what is there."""
+        return self.spec.accumulate
+
+    @property
+    def scale(self) -> str | None:
+        """cutlass type of the bias's scale."""
+        return None if self.spec.probs is None else self.spec.probs.cutlass
+
+    @property
+    def sum_scale(self) -> bool:
+        """Whether the gradient of the scale is summed as well."""
+        return self.spec.sum_probs and self.scale is not None
+
+    @property
+    def scalar_types(self) -> str:
+        """Names that the kernel imports from cutlass."""
+        return ", ".join(sorted({"Float32", "Int32", "Int64", self.storage, self.out} | ({self.scale} - {None})))  # type: ignore[arg-type]
+
+    @property
+    def parameters(self) -> list[tuple[str, str]]:
+        """Names and annotations of the kernel's parameters."""
+        names = ["dy", "scale" if self.scale else "", "bias" if self.sum_scale else "", "sizes", "db"]
+        names.append("ds_partial" if self.sum_scale else "")
+        return [(name, "cute.Tensor") for name in names if name]
+
+
+def _arguments(arguments: list[str], indent: int, *, expand: bool) -> str:
+    """Arguments between parentheses, on one line or expanded to a line each."""
+    if not expand:
+        return ", ".join(arguments)
+    inner = " " * (indent + 4)
+    return "\n" + "".join(f"{inner}{argument},\n" for argument in arguments) + " " * indent
 
 
 def _load_op(peers: int) -> str:

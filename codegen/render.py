@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jinja2
 
 from .activations import ACTIVATIONS, Activation
-from .contexts import GemmContext, ReduceContext
+from .contexts import BiasGradContext, GemmContext, ReduceContext
 from .errors import RenderError
 from .spec import KernelSpec, Pass
 from .tiles import check
@@ -87,9 +87,11 @@ def template_name(spec: KernelSpec) -> str:
     return f"{spec.arch.folder}/{spec.kernel.value}.py.jinja"
 
 
-def context(spec: KernelSpec) -> GemmContext | ReduceContext:
+def context(spec: KernelSpec) -> GemmContext | BiasGradContext | ReduceContext:
     """What the template of a spec sees as ``k``."""
-    return GemmContext(spec) if spec.kernel.is_gemm else ReduceContext(spec)
+    if spec.kernel.is_gemm:
+        return GemmContext(spec)
+    return BiasGradContext(spec) if spec.kernel is Pass.BIAS_GRAD else ReduceContext(spec)
 
 
 def _spec_problems(spec: KernelSpec) -> list[str]:
@@ -104,6 +106,16 @@ def _spec_problems(spec: KernelSpec) -> list[str]:
         problems.append(f"{spec.kernel.value} {need} activation")
     if spec.store_z and spec.kernel is not Pass.FPROP_ACT:
         problems.append("store_z belongs to fprop_act")
+    if spec.bias and spec.kernel not in (Pass.FPROP_ACT, Pass.FPROP):
+        problems.append("bias belongs to fprop_act and fprop")
+    if (spec.out or spec.accumulate) and spec.kernel not in (Pass.WGRAD, Pass.BIAS_GRAD):
+        problems.append("out and accumulate belong to wgrad and bias_grad")
+    if not (spec.store_act and spec.sum_probs) and spec.kernel not in (Pass.DGRAD_ACT, Pass.BIAS_GRAD):
+        problems.append("store_act and sum_probs belong to dgrad_act, sum_probs to bias_grad too")
+    if spec.probs is not None and spec.kernel is Pass.FPROP and not spec.bias:
+        problems.append("fprop's probs scale a bias, which it does not have")
+    if spec.probs is not None and spec.kernel in (Pass.DGRAD, Pass.WGRAD):
+        problems.append(f"{spec.kernel.value} takes no probs")
     if spec.kernel is Pass.REDUCE and spec.probs is None:
         problems.append("reduce needs the type of dprobs in probs")
     return problems
@@ -143,11 +155,11 @@ class _TracingLoader(jinja2.BaseLoader):
         self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str | None, Callable[[], bool] | None]:
         source, filename, uptodate = self._loader.get_source(environment, template)
-        inside = False  # a statement or comment that goes on over several lines
+        inside = False  # a tag that goes on over several lines
         lines = []
         for number, line in enumerate(source.split("\n"), 1):
-            opens = max(line.rfind("{%"), line.rfind("{#"))
-            closes = max(line.rfind("%}"), line.rfind("#}"))
+            opens = max(map(line.rfind, ("{%", "{#", "{{")))
+            closes = max(map(line.rfind, ("%}", "#}", "}}")))
             if opens > closes:
                 inside = True
             elif closes >= 0:

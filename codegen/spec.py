@@ -34,12 +34,13 @@ class Pass(str, Enum):
     DGRAD_ACT = "dgrad_act"
     DGRAD = "dgrad"
     WGRAD = "wgrad"
+    BIAS_GRAD = "bias_grad"
     REDUCE = "reduce"
 
     @property
     def is_gemm(self) -> bool:
-        """Whether the kernel is a grouped GEMM (everything but ``reduce``)."""
-        return self is not Pass.REDUCE
+        """Whether the kernel is a grouped GEMM, which has a tile config."""
+        return self not in (Pass.BIAS_GRAD, Pass.REDUCE)
 
     @property
     def has_activation(self) -> bool:
@@ -156,8 +157,18 @@ class KernelSpec:
         Layout of the GLU weight; only read by kernels with a GLU activation.
     probs
         Type of the router's probabilities that scale a (and of dprobs in ``reduce``); None for no scaling.
+    bias
+        ``fprop_act`` and ``fprop``: whether a bias is added (in ``fprop`` times ``probs`` where that is set).
     store_z
-        ``fprop_act`` only: whether z is written because a backward will read it.
+        ``fprop_act``: whether z is written because a backward will read it.
+    store_act
+        ``dgrad_act``: whether a is recomputed and written because a weight gradient will read it.
+    sum_probs
+        ``dgrad_act`` with probs: whether the partial sums of dprobs are written.
+    out
+        ``wgrad``, ``bias_grad``: type of the gradient; None for the storage type.
+    accumulate
+        ``wgrad``, ``bias_grad``: whether the gradient is added to what is there instead of overwriting it.
     """
 
     arch: Arch
@@ -167,7 +178,12 @@ class KernelSpec:
     activation: str | None = None
     glu_layout: GluLayout = GluLayout.CONTIGUOUS
     probs: DType | None = None
+    bias: bool = False
     store_z: bool = False
+    store_act: bool = True
+    sum_probs: bool = True
+    out: DType | None = None
+    accumulate: bool = False
 
     @property
     def types(self) -> Numerics:
@@ -184,8 +200,15 @@ class KernelSpec:
                 parts.append(self.glu_layout.value)
         if self.probs is not None:
             parts.append(f"p{self.probs.value}")
-        if self.store_z:
-            parts.append("z")
+        flags = {
+            "bias": self.bias,
+            "z": self.store_z,
+            "no_a": not self.store_act,
+            "no_dp": not self.sum_probs,
+            f"to_{self.out.value if self.out else ''}": self.out is not None,
+            "acc": self.accumulate,
+        }
+        parts += [flag for flag, on in flags.items() if on]
         if self.tile is not None:
             parts.append(str(self.tile))
         return "_".join(parts)
@@ -215,6 +238,7 @@ class KernelSpec:
                 "kernel": Pass(data["kernel"]),
                 "glu_layout": GluLayout(data["glu_layout"]),
                 "probs": None if data["probs"] is None else DType(data["probs"]),
+                "out": None if data["out"] is None else DType(data["out"]),
                 "tile": None if tile is None else TileConfig(**{**tile, "schedule": Schedule(tile["schedule"])}),
             }
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .activations import ACTIVATIONS
-from .spec import KernelSpec, Pass, Schedule, TileConfig
+from .spec import GluLayout, KernelSpec, Pass, Schedule, TileConfig
 
 #: Shared memory that a CTA may use on SM90: 227 KiB (CUDA programming guide, table "technical specifications").
 SMEM_CAPACITY = 227 * 1024
@@ -60,7 +60,7 @@ def smem_plan(spec: KernelSpec) -> SmemPlan:
     """Divide shared memory for a GEMM kernel: epilogue buffers first, mainloop stages from the rest."""
     tile = _tile(spec)
     columns = output_columns(spec)
-    element = spec.types.storage.bits // 8
+    element = (spec.out or spec.types.storage).bits // 8
     halves = 2 if is_glu(spec) else 1
     epi_stages, z_stages = 2, 0
     if spec.kernel is Pass.FPROP_ACT:
@@ -68,9 +68,10 @@ def smem_plan(spec: KernelSpec) -> SmemPlan:
         buffers = epi_stages * (1 + (halves if spec.store_z else 0))
     elif spec.kernel is Pass.DGRAD_ACT:
         epi_n, z_stages = 32, 4
-        buffers = epi_stages + z_stages * halves
+        buffers = (epi_stages if spec.store_act else 0) + z_stages * halves
     else:
-        epi_n = 64 if columns % 64 == 0 else 32 if columns % 32 == 0 else 16
+        widest = 128 // element  # columns of one swizzle atom
+        epi_n = next(n for n in (widest, 32, 16) if columns % n == 0)
         buffers = epi_stages
     epilogue = tile.tile_m * epi_n * element * buffers
     stage = (tile.tile_m + tile.tile_n) * spec.types.tile_k * (spec.types.operand.bits // 8)
@@ -102,6 +103,8 @@ def check(spec: KernelSpec) -> list[str]:
         problems.append(f"{registers} accumulator registers a thread, at most {limit} leave room for the epilogue")
     if spec.kernel is Pass.FPROP_ACT and is_glu(spec) and tile.tile_n % 32:
         problems.append(f"tile_n is {tile.tile_n}, a GLU tile needs a multiple of 32: 16 columns in each half")
+    if spec.kernel is Pass.FPROP_ACT and spec.glu_layout is GluLayout.INTERLEAVED32 and tile.tile_n % 64:
+        problems.append(f"tile_n is {tile.tile_n}, weights interleaved by 32 need a multiple of 64")
     if spec.kernel is Pass.DGRAD_ACT and tile.tile_n % 32:
         problems.append(f"tile_n is {tile.tile_n}, dgrad_act reads z in boxes of 32 columns")
     if spec.kernel is not Pass.FPROP_ACT and tile.tile_n % 64 and spec.kernel is not Pass.FPROP:
@@ -109,6 +112,20 @@ def check(spec: KernelSpec) -> list[str]:
     if not problems and smem_plan(spec).stages < 2:
         problems.append(f"{smem_plan(spec).stages} mainloop stages fit in shared memory, at least 2 are needed")
     return problems
+
+
+def candidates(spec: KernelSpec) -> tuple[TileConfig, ...]:
+    """Valid tile configs of a kernel's family: what the tuner may try and what the tests prove one by one.
+
+    Parameters
+    ----------
+    spec
+        A GEMM's spec; its own tile config does not matter.
+    """
+    shapes = [(m, n, Schedule.COOPERATIVE) for m, n in ((128, 128), (128, 192), (128, 256), (192, 128), (256, 128), (256, 192))]
+    shapes += [(m, n, Schedule.PINGPONG) for m, n in ((64, 128), (64, 256), (128, 128), (128, 160), (128, 192), (192, 128))]
+    tiles = (TileConfig(m, n, *cluster, s) for m, n, s in shapes for cluster in ((1, 1), (2, 1), (1, 2)))
+    return tuple(tile for tile in tiles if not check(replace(spec, tile=tile)))
 
 
 def default_tile(kernel: Pass, *, tokens: int, groups: int, n: int, k: int) -> TileConfig:

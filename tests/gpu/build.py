@@ -1,0 +1,31 @@
+"""Compiles every kernel of tests/gpu/test_kernels.py and of the default catalog, on a machine without a GPU.
+
+    python tests/gpu/build.py DIR [-j N]
+    CUTE_GROUPED_MLP_AOT_DIRS=DIR python -m pytest -m gpu          (on the GPU machine)
+"""
+
+import argparse
+import importlib.util
+import pathlib
+
+from cute_grouped_mlp.codegen.aot import build_folder
+from cute_grouped_mlp.codegen.catalog import default_catalog
+from cute_grouped_mlp.codegen.spec import Arch
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("-j", "--jobs", type=int, default=2)
+    options = parser.parse_args()
+    path = pathlib.Path(__file__).with_name("test_kernels.py")
+    loaded = importlib.util.spec_from_file_location("test_kernels", path)
+    tests = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(tests)
+    specs = tuple(dict.fromkeys([*default_catalog(Arch.SM90A), *tests.SPECS]))
+    print(f"{len(specs)} kernels")
+    build_folder(specs, Arch.SM90A, options.folder, jobs=options.jobs)
+
+
+if __name__ == "__main__":
+    main()
