@@ -21,7 +21,7 @@ from .errors import RenderError
 from .spec import KernelSpec, Pass
 from .tiles import check
 
-_MARK = "\x1f"  # brackets the origin of a line while tracing; never part of a template
+_MARK = "\x02"  # brackets the origin of a line while tracing; never part of a template, and no white space
 _COMMAND = "cute-grouped-mlp generate"
 
 
@@ -51,14 +51,14 @@ class Rendered:
         """
         body = _render_body(self.spec, traced=True)
         origins: list[tuple[str, int] | None] = []
-        last: tuple[str, int] | None = None
-        for line in body.splitlines():
+        following: tuple[str, int] | None = None
+        for line in reversed(body.splitlines()):  # the mark of an expression that goes over several lines ends the last
             marks = re.findall(f"{_MARK}([^{_MARK}]*):([0-9]+){_MARK}", line)
             if marks:
-                last = (marks[-1][0], int(marks[-1][1]))
-            origins.append(last)
+                following = (marks[-1][0], int(marks[-1][1]))
+            origins.append(following)
         header = self.source.count("\n") - body.count("\n")
-        return (None,) * header + tuple(origins)
+        return (None,) * header + tuple(reversed(origins))
 
 
 def render(spec: KernelSpec) -> Rendered:
@@ -69,7 +69,7 @@ def render(spec: KernelSpec) -> Rendered:
     RenderError
         If the spec is not valid (with every reason), or a template fails or yields text that is not Python.
     """
-    problems = check(spec) + _spec_problems(spec)
+    problems = _spec_problems(spec) or check(spec)
     if problems:
         raise RenderError(f"{spec.name}: " + "; ".join(problems))
     body = _render_body(spec, traced=False)
@@ -101,6 +101,7 @@ def _spec_problems(spec: KernelSpec) -> list[str]:
         activation = ACTIVATIONS.get(spec.activation)
         if activation is None:
             problems.append(f"activation is {spec.activation!r}, known are {sorted(ACTIVATIONS)}")
+            return problems
     if spec.kernel.has_activation != (spec.activation is not None):
         need = "needs an" if spec.kernel.has_activation else "takes no"
         problems.append(f"{spec.kernel.value} {need} activation")

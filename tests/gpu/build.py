@@ -24,7 +24,7 @@ def main():
     loaded.loader.exec_module(tests)
     specs = tuple(dict.fromkeys([*default_catalog(Arch.SM90A), *tests.SPECS]))
     print(f"{len(specs)} kernels")
-    build_folder(specs, Arch.SM90A, options.folder, jobs=options.jobs)
+    build_folder(specs, options.folder, jobs=options.jobs)
 
 
 if __name__ == "__main__":

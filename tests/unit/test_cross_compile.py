@@ -1,0 +1,45 @@
+"""Every default kernel compiles for sm_90a on a machine without a GPU, and the result is what it should be."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cute_grouped_mlp.codegen import tiles
+from cute_grouped_mlp.codegen.aot import build_folder
+from cute_grouped_mlp.codegen.artifacts import Artifact
+from cute_grouped_mlp.codegen.catalog import default_catalog
+from cute_grouped_mlp.codegen.spec import Arch, Pass
+
+CATALOG = default_catalog(Arch.SM90A)
+#: Bytes of registers spilled to memory: they move by tens with any edit.
+SPILL_LIMIT = 64
+#: Kept between runs: what has not changed is not compiled again.
+FOLDER = Path(__file__).parents[2] / "build" / "default-aot"
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("cross_compile")]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return build_folder(CATALOG, FOLDER, jobs=min(2, os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize("spec", CATALOG, ids=str)
+def test_default_kernel(compiled, spec):
+    artifact = compiled[spec]
+    assert isinstance(artifact, Artifact), artifact
+    report = artifact.report
+    assert report.spill_stores <= SPILL_LIMIT
+    assert report.c7512 == 0, "wgmma was serialised"
+    assert report.c7519 == 0, "wgmma was serialised behind an injected warpgroup.arrive"
+    assert report.tensormap_replaces == 0
+    if spec.kernel is Pass.REDUCE:
+        assert report.mma == ()
+        return
+    columns, operand = spec.tile.tile_n, spec.types.operand.value.replace("fp", "f")
+    assert report.mma == (f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{operand}.{operand}",)
+    # K4: what the host planned is what the kernel asks for, but for the barriers within the reserve
+    plan = tiles.smem_plan(spec)
+    assert report.smem is not None
+    assert plan.total - tiles.SMEM_RESERVED <= report.smem <= plan.total <= tiles.SMEM_CAPACITY
