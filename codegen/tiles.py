@@ -62,21 +62,32 @@ def smem_plan(spec: KernelSpec) -> SmemPlan:
     columns = output_columns(spec)
     element = (spec.out or spec.types.storage).bits // 8
     halves = 2 if is_glu(spec) else 1
-    epi_stages, z_stages = 2, 0
+    stage = (tile.tile_m + tile.tile_n) * spec.types.tile_k * (spec.types.operand.bits // 8)
+    epi_stages = 2
     if spec.kernel is Pass.FPROP_ACT:
         epi_n = 32 if columns % 32 == 0 else 16
-        buffers = epi_stages * (1 + (halves if spec.store_z else 0))
+        staging = epi_stages * (1 + (halves if spec.store_z else 0))
     elif spec.kernel is Pass.DGRAD_ACT:
-        epi_n, z_stages = 32, 4
-        buffers = (epi_stages if spec.store_act else 0) + z_stages * halves
+        epi_n = 32
+        staging = epi_stages if spec.store_act else 0
     else:
         widest = 128 // element  # columns of one swizzle atom
         epi_n = next(n for n in (widest, 32, 16) if columns % n == 0)
-        buffers = epi_stages
-    epilogue = tile.tile_m * epi_n * element * buffers
-    stage = (tile.tile_m + tile.tile_n) * spec.types.tile_k * (spec.types.operand.bits // 8)
-    stages = max(0, (SMEM_CAPACITY - SMEM_RESERVED - epilogue) // stage)
-    return SmemPlan(stages, epi_n, epi_stages, z_stages, SMEM_RESERVED + epilogue + stages * stage)
+        staging = epi_stages
+    subtile = tile.tile_m * epi_n * element
+
+    def stages_with(z_stages: int) -> int:
+        return max(0, (SMEM_CAPACITY - SMEM_RESERVED - subtile * (staging + halves * z_stages)) // stage)
+
+    z_stages = 0
+    if spec.kernel is Pass.DGRAD_ACT:
+        # Four buffers of z ahead, three where that makes room for a fourth stage; what is left over deepens them.
+        z_stages = 3 if stages_with(4) < 4 <= stages_with(3) else 4
+        while z_stages < 6 and stages_with(z_stages + 1) == stages_with(z_stages):
+            z_stages += 1
+    stages = stages_with(z_stages)
+    total = SMEM_RESERVED + subtile * (staging + halves * z_stages) + stages * stage
+    return SmemPlan(stages, epi_n, epi_stages, z_stages, total)
 
 
 def check(spec: KernelSpec) -> list[str]:
