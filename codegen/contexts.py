@@ -255,9 +255,7 @@ class GemmContext:
     @property
     def glu_box(self) -> bool:
         """Whether B's tile is a box of gate rows and up rows."""
-        return (
-            self.spec.kernel is Pass.FPROP_ACT and self.halves == 2 and self.spec.glu_layout is GluLayout.CONTIGUOUS
-        )
+        return self.spec.kernel is Pass.FPROP_ACT and self.halves == 2 and self.spec.glu_layout is GluLayout.CONTIGUOUS
 
     @property
     def interleaved(self) -> bool:

@@ -133,8 +133,13 @@ def candidates(spec: KernelSpec) -> tuple[TileConfig, ...]:
     spec
         A GEMM's spec; its own tile config does not matter.
     """
-    shapes = [(m, n, Schedule.COOPERATIVE) for m, n in ((128, 128), (128, 192), (128, 256), (192, 128), (256, 128), (256, 192))]
-    shapes += [(m, n, Schedule.PINGPONG) for m, n in ((64, 128), (64, 256), (128, 128), (128, 160), (128, 192), (192, 128))]
+    shapes = [
+        (m, n, Schedule.COOPERATIVE)
+        for m, n in ((128, 128), (128, 192), (128, 256), (192, 128), (256, 128), (256, 192))
+    ]
+    shapes += [
+        (m, n, Schedule.PINGPONG) for m, n in ((64, 128), (64, 256), (128, 128), (128, 160), (128, 192), (192, 128))
+    ]
     tiles = (TileConfig(m, n, *cluster, s) for m, n, s in shapes for cluster in ((1, 1), (2, 1), (1, 2)))
     return tuple(tile for tile in tiles if not check(replace(spec, tile=tile)))
 
@@ -143,8 +148,8 @@ def default_tile(kernel: Pass, *, tokens: int, groups: int, n: int, k: int) -> T
     """The tile config to use for a shape when nobody tuned it.
 
     The rules follow measurements on an H200 (benchmarks/results/, random bf16 data): pingpong tiles of 128x192 win nearly
-    everywhere, multicast along N pays where the tile columns pair up, and ``dgrad_act`` wants a long mainloop behind its
-    heavy epilogue or a small tile whose epilogue hides behind the other warpgroup's mainloop.
+    everywhere; multicast of A pays where the tile columns pair up, and multicast of B in ``dgrad``, whose contraction is
+    long.
 
     Parameters
     ----------
@@ -155,9 +160,7 @@ def default_tile(kernel: Pass, *, tokens: int, groups: int, n: int, k: int) -> T
     n, k
         GEMM columns (accumulator columns: 2F in a GLU ``fprop_act``) and contraction length (ignored by ``wgrad``).
     """
-    del tokens, groups
-    if kernel is Pass.DGRAD_ACT:
-        return TileConfig(128, 256, 2, 1) if k >= 4096 else TileConfig(128, 128, 1, 1, Schedule.PINGPONG)
+    del tokens, groups, k
     columns = _columns(n)
     if kernel is Pass.WGRAD or columns == 128:
         return TileConfig(128, columns, 1, 1, Schedule.PINGPONG)

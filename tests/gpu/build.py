@@ -1,7 +1,7 @@
 """Compiles every kernel of tests/gpu/test_kernels.py and of the default catalog, on a machine without a GPU.
 
-    python tests/gpu/build.py DIR [-j N]
-    CUTE_GROUPED_MLP_AOT_DIRS=DIR python -m pytest -m gpu          (on the GPU machine)
+python tests/gpu/build.py DIR [-j N]
+CUTE_GROUPED_MLP_AOT_DIRS=DIR python -m pytest -m gpu          (on the GPU machine)
 """
 
 import argparse

@@ -43,7 +43,12 @@ def step(sizes, tokens, hidden, ffn):
         provider.get(spec)(*arguments, status, kernels.grid(spec, sms))
         torch.cuda.synchronize()
 
-    x, w1, w2, dy = randn(tokens, hidden), randn(groups, 2 * ffn, hidden), randn(groups, hidden, ffn), randn(tokens, hidden)
+    x, w1, w2, dy = (
+        randn(tokens, hidden),
+        randn(groups, 2 * ffn, hidden),
+        randn(groups, hidden, ffn),
+        randn(tokens, hidden),
+    )
     probs = torch.rand(tokens, device=device)
     z, a, y = randn(tokens, 2 * ffn), randn(tokens, ffn), randn(tokens, hidden)
     launch(chosen.fprop_act, x, w1, probs, splits, z, a)
@@ -72,7 +77,9 @@ def main():
     for name in options.cases:
         sizes, tokens = CASES[name]
         step(sizes, tokens or sum(sizes), options.hidden, options.ffn)
-        print(f"{name}: {len(sizes)} groups, {tokens or sum(sizes)} rows, hidden {options.hidden}, ffn {options.ffn}: ran")
+        print(
+            f"{name}: {len(sizes)} groups, {tokens or sum(sizes)} rows, hidden {options.hidden}, ffn {options.ffn}: ran"
+        )
 
 
 if __name__ == "__main__":

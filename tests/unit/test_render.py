@@ -66,7 +66,9 @@ def sources(tmp_path_factory):
 def test_rendered_sources_need_no_formatter(sources, command):
     ruff = shutil.which("ruff") or shutil.which("ruff", path=f"{sys.prefix}/bin")
     assert ruff, "ruff is not installed"
-    done = subprocess.run([ruff, *command, "--isolated", "--line-length", "120", sources], capture_output=True, text=True)
+    done = subprocess.run(
+        [ruff, *command, "--isolated", "--line-length", "120", sources], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 

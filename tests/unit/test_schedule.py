@@ -105,9 +105,20 @@ def scheduler(spec, warp):
     arch = type("arch", (), {n: staticmethod(getattr(warp, n)) for n in dir(warp) if not n.startswith("_")})
     cute = type("cute", (), {"jit": staticmethod(lambda f: f), "arch": arch, "Tensor": list})
     cutlass = type("cutlass", (), {"range_constexpr": range, "range": staticmethod(lambda *a, unroll=1: range(*a))})
-    scope = {"cute": cute, "cutlass": cutlass, "Int32": int, "Boolean": bool, "Float32": Float32, "dataclass": dataclasses.dataclass}
+    scope = {
+        "cute": cute,
+        "cutlass": cutlass,
+        "Int32": int,
+        "Boolean": bool,
+        "Float32": Float32,
+        "dataclass": dataclasses.dataclass,
+    }
     exec(re.sub(r"STAGE_BYTES.*|Z_BYTES.*", "", constants), scope)
-    fields = ("tokens", "groups", "m_tiles", "n_tiles") if spec.kernel is Pass.WGRAD else ("tokens", "groups", "n_tiles", "k_tiles")
+    fields = (
+        ("tokens", "groups", "m_tiles", "n_tiles")
+        if spec.kernel is Pass.WGRAD
+        else ("tokens", "groups", "n_tiles", "k_tiles")
+    )
     scope["Problem"] = dataclasses.make_dataclass("Problem", fields)
     exec(section, scope)
     return scope
