@@ -1,8 +1,8 @@
 """The activations table: one entry adds an activation to every kernel and to the plain-torch reference.
 
-An entry's formulas are written once, as assignments over a small set of functions (:data:`FUNCTIONS`).  The templates paste them
-into the epilogues of ``fprop_act`` and ``dgrad_act``; ``runtime.reference`` evaluates the same text with torch.  So
-forward, gradient, kernel and reference cannot drift apart.
+An entry's formulas are written once, as assignments over a small set of functions (:data:`FUNCTIONS`).  The templates
+paste them into the epilogues of ``fprop_act`` and ``dgrad_act``; ``runtime.reference`` evaluates the same text with
+torch.  So forward, gradient, kernel and reference cannot drift apart.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ class GemmContext:
 
     @property
     def _tensors(self) -> list[tuple[str, str, tuple[str, ...], str]]:
-        """Name, cutlass type, extents and meaning of each tensor argument but sizes and status, in order; sizes as a mark."""
+        """Name, cutlass type, extents and meaning of the tensor arguments before status; sizes only by name."""
         operand, storage, z = self.operand, self.storage, "z_columns" if self.halves == 2 else "columns"
         scale = "router's probability of each token" if self.activation else "scale of the bias for each token"
         probs = [] if self.probs is None else [("probs", self.probs, ("tokens",), scale)]

@@ -1,7 +1,7 @@
 """Spec to source: renders a kernel's template and says which template line each source line comes from.
 
-Jinja decides the code's shape; every decision is a property of :class:`GemmContext` or :class:`ReduceContext`, which the
-templates see as ``k``.  Nothing else reaches a template, and an undefined name is an error.
+Jinja decides the code's shape; every decision is a property of a context (``contexts.py``), which the templates see as
+``k``.  Nothing else reaches a template, and an undefined name is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Launches every kernel of a training step on inputs that show races and stray accesses; run it under compute-sanitizer.
+"""Launches every kernel of a training step on inputs that show races and stray accesses, for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py        (racecheck likewise; `make sanitize` runs both)
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py    (racecheck likewise; `make sanitize` runs both)
 
-With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, so that an access past its end is seen (K3).
+With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, so that an access past its end is seen
+(K3).
 """
 
 import argparse

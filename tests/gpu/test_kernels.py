@@ -1,6 +1,7 @@
 """Every kernel on its own against float64: features, tile configs, splits, bad splits.
 
-Bounds are those of acceptance section E: error relative to the RMS of the reference, which rounds where the kernel stores.
+Bounds are those of acceptance section E: error relative to the RMS of the reference, which rounds where the kernel
+stores.
 """
 
 import dataclasses
@@ -264,16 +265,15 @@ def test_reduce(s):
 @pytest.mark.parametrize("s", [spec(k) for k in ("fprop_act", "fprop", "dgrad_act", "dgrad", "wgrad")], ids=str)
 @pytest.mark.parametrize("splits", [(400, 300, 800, 200), (400, -300, 100, 200), (2**31 - 1,) * 4])
 def test_bad_splits_touch_nothing_else(s, splits):
-    """Sizes that exceed T or are negative: no fault, nothing outside the outputs changes, and the status word says so."""
+    """Sizes that exceed T or are negative: nothing outside the outputs changes, and the status word says so."""
     tokens, hidden, ffn = 1000, 256, 128
     sizes = torch.tensor(splits, dtype=torch.int32, device="cuda")
-    guard = {}
+    guarded = []
 
     def inside(columns, value):
         """The middle third of a larger buffer."""
-        whole = torch.full((3 * tokens, columns), value, device="cuda", dtype=torch.bfloat16)
-        guard[id(whole)] = whole
-        return whole[tokens : 2 * tokens]
+        guarded.append(torch.full((3 * tokens, columns), value, device="cuda", dtype=torch.bfloat16))
+        return guarded[-1][tokens : 2 * tokens]
 
     def weight(n, k):
         return torch.randn(4, n, k, device="cuda", dtype=torch.bfloat16)
@@ -294,12 +294,11 @@ def test_bad_splits_touch_nothing_else(s, splits):
         launch(s, tensor(hidden), weight(hidden, ffn), tensor(2 * ffn), probs, sizes, dz, act, partial)
     else:
         dw = torch.full((12, hidden, ffn), 7.0, device="cuda", dtype=torch.bfloat16)
-        guard[id(dw)] = dw.view(3, -1).T.reshape(-1, 3)[:0]  # compared below
         launch(s, tensor(hidden), tensor(ffn), sizes, dw[4:8])
-        assert bool((dw[:4] == 7).all()) and bool((dw[8:] == 7).all())
+        assert bool((torch.cat((dw[:4], dw[8:])) == 7).all())
         assert not dw.isnan().any()
-    for whole in guard.values():
-        assert bool((whole[:tokens] == 7).all()) and bool((whole[2 * tokens :] == 7).all())
+    for whole in guarded:
+        assert bool((torch.cat((whole[:tokens], whole[2 * tokens :])) == 7).all())
     word = status()
     assert int(word.item()) != 0
     word.zero_()

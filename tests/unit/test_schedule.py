@@ -1,7 +1,7 @@
 """The tile scheduler of rendered kernels against brute force, without a GPU.
 
-The scheduler's text runs as plain Python, each of 32 threads standing for a lane of a warp; shuffles and votes meet at a
-barrier.
+The scheduler's text runs as plain Python, each of 32 threads standing for a lane of a warp; shuffles and votes meet at
+a barrier.
 """
 
 import dataclasses
