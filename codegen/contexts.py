@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .activations import ACTIVATIONS, Activation
+from .signature import FEATURES, gemm_tensors
 from .spec import GluLayout, KernelSpec, Pass, Schedule, TileConfig
 from .tiles import SmemPlan, math_warpgroups, output_columns, smem_plan
 
@@ -375,118 +376,31 @@ class GemmContext:
     # ------------------------------------------------------------------ launch
 
     @property
-    def _tensors(self) -> list[tuple[str, str, tuple[str, ...], str]]:
-        """Name, cutlass type, extents and meaning of the tensor arguments before status; sizes only by name."""
-        operand, storage, z = self.operand, self.storage, "z_columns" if self.halves == 2 else "columns"
-        scale = "router's probability of each token" if self.activation else "scale of the bias for each token"
-        probs = [] if self.probs is None else [("probs", self.probs, ("tokens",), scale)]
-        sizes = [("sizes", "", (), "")]
-        kernel = self.spec.kernel
-        if kernel is Pass.FPROP_ACT:
-            z_out = [("z", storage, ("tokens", z), "pre-activation")] if self.store_z else []
-            return [
-                ("x", operand, ("tokens", "contraction"), "input, sorted by group"),
-                ("w", operand, ("groups", z, "contraction"), "weights" + (", [gate | up]" if self.halves == 2 else "")),
-                *([("bias", storage, ("groups", z), "bias")] if self.bias else []),
-                *probs,
-                *sizes,
-                *z_out,
-                ("act", storage, ("tokens", "columns"), "activation"),
-            ]
-        if kernel is Pass.FPROP:
-            return [
-                ("x", operand, ("tokens", "contraction"), "input, sorted by group"),
-                ("w", operand, ("groups", "columns", "contraction"), "weights"),
-                *([("bias", storage, ("groups", "columns"), "bias")] if self.bias else []),
-                *probs,
-                *sizes,
-                ("y", storage, ("tokens", "columns"), "output"),
-            ]
-        if kernel is Pass.DGRAD_ACT:
-            act = [("act", storage, ("tokens", "columns"), "activation, recomputed")] if self.store_act else []
-            dp = [("dp_partial", "Float32", ("n_tiles", "tokens"), "dp of each tile column")] if self.sum_probs else []
-            return [
-                ("dy", operand, ("tokens", "contraction"), "gradient of the output"),
-                ("w", operand, ("groups", "contraction", "columns"), "weights"),
-                ("z", storage, ("tokens", z), "pre-activation"),
-                *probs,
-                *sizes,
-                ("dz", storage, ("tokens", z), "gradient of z"),
-                *act,
-                *dp,
-            ]
-        if kernel is Pass.DGRAD:
-            return [
-                ("dy", operand, ("tokens", "contraction"), "gradient of the output"),
-                ("w", operand, ("groups", "contraction", "columns"), "weights"),
-                *sizes,
-                ("dx", storage, ("tokens", "columns"), "gradient of the input"),
-            ]
-        return [
-            ("dy", operand, ("tokens", "rows"), "gradient of the output"),
-            ("x", operand, ("tokens", "columns"), "input"),
-            *sizes,
-            ("dw", self.out, ("groups", "rows", "columns"), "gradient of the weights"),
-        ]
-
-    @property
     def parameters(self) -> list[tuple[str, str]]:
         """Names and annotations of ``launch``'s parameters before ``num_ctas``."""
-        tensors = [(name, "cute.Tensor") for name, *_ in self._tensors] + [("status", "cute.Tensor")]
+        tensors = [(argument.name, "cute.Tensor") for argument in gemm_tensors(self.spec)]
         return tensors + [(name, "Float32") for name in self._param_names]
 
     @property
     def parameter_docs(self) -> list[str]:
         """The numpy-style documentation of them."""
-        letters = {
-            "tokens": "T",
-            "groups": "G",
-            "contraction": "K",
-            "columns": "F" if self.activation else "N",
-            "z_columns": "2F",
-            "rows": "M",
-            "n_tiles": "N tiles",
-        }
-        lines = []
-        for name, kind, shape, meaning in self._tensors:
-            if name == "sizes":
-                lines += ["sizes", "    (G,) Int32: tokens of each group, any stride."]
-                continue
-            extents = ", ".join(letters[extent] for extent in shape) + ("," if len(shape) == 1 else "")
-            lines += [name, f"    ({extents}) {kind}, contiguous: {meaning}."]
-        lines += ["status", "    (1,) Int32: set to 1 if a size is negative or the sizes exceed T."]
+        columns = "F" if self.activation else "N"
+        lines = [line for argument in gemm_tensors(self.spec) for line in argument.doc(columns)]
         for name in self._param_names:
             lines += [name, "    Parameter of the activation."]
         return lines
 
     @property
-    def launch_title(self) -> str:
-        """First line of ``launch``'s docstring."""
-        return "Launch the kernel on ``stream``."
-
-    @property
     def fake_extents(self) -> list[str]:
         """Statements that define the symbolic extents."""
-        names = {extent for _, _, shape, _ in self._tensors for extent in shape} - {"tokens", "groups", "n_tiles"}
-        features = [name for name in ("rows", "columns", "z_columns", "contraction") if name in names]
-        lines = [f"{name} = cute.sym_int(divisibility={self.alignment})" for name in features]
-        if any("n_tiles" in shape for _, _, shape, _ in self._tensors):
-            lines.append("n_tiles = cute.sym_int()")
-        return lines
+        names = {extent for argument in gemm_tensors(self.spec) for extent in argument.shape}
+        lines = [f"{name} = cute.sym_int(divisibility={self.alignment})" for name in FEATURES if name in names]
+        return lines + (["n_tiles = cute.sym_int()"] if "n_tiles" in names else [])
 
     @property
     def fake_tensors(self) -> list[str]:
         """Expressions of the fake arguments before ``num_ctas``."""
-        lines = []
-        for name, kind, shape, _ in self._tensors:
-            if name == "sizes":
-                lines.append("make_fake_tensor(Int32, (groups,), (cute.sym_int(),), assumed_align=4)")
-            elif name in ("probs", "dp_partial"):
-                lines.append(f"tensor({kind}, {', '.join(shape)}, align={kind}.width // 8)")
-            else:
-                lines.append(f"tensor({kind}, {', '.join(shape)})")
-        lines.append("tensor(Int32, 1, align=4)")
-        return lines + ["Float32(1.0)" for _ in self._param_names]
+        return [argument.fake for argument in gemm_tensors(self.spec)] + ["Float32(1.0)" for _ in self._param_names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,7 +465,10 @@ class BiasGradContext:
     @property
     def scalar_types(self) -> str:
         """Names that the kernel imports from cutlass."""
-        return ", ".join(sorted({"Float32", "Int32", "Int64", self.storage, self.out} | ({self.scale} - {None})))  # type: ignore[arg-type]
+        names = {"Float32", "Int32", "Int64", self.storage, self.out}
+        if self.scale is not None:
+            names.add(self.scale)
+        return ", ".join(sorted(names))
 
     @property
     def parameters(self) -> list[tuple[str, str]]:
