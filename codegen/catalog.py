@@ -1,0 +1,120 @@
+"""Named sets of specs: what ``build`` compiles ahead of time and ``generate`` writes to ``generated/``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from .activations import ACTIVATIONS
+from .select import LinearSpecs, StepSpecs, linear_specs, step_specs
+from .spec import NUMERICS, Arch, DType, GluLayout, KernelSpec, Pass
+
+#: What the default catalog holds beyond the shapes: every combination of these.
+DEFAULT_NUMERICS = ("bf16",)
+DEFAULT_ACTIVATIONS = ("swiglu",)
+DEFAULT_LAYOUTS = (GluLayout.CONTIGUOUS,)
+DEFAULT_PROBS = (DType.FP32, DType.BF16, None)
+
+_USES = {
+    Pass.FPROP_ACT: "FC1 forward, activation",
+    Pass.FPROP: "FC2 or lone linear, forward",
+    Pass.DGRAD_ACT: "FC2 data gradient through the activation",
+    Pass.DGRAD: "FC1 or lone linear, data gradient",
+    Pass.WGRAD: "weight gradient",
+    Pass.BIAS_GRAD: "bias gradient",
+    Pass.REDUCE: "gradient of the probabilities: sum of partials",
+}
+
+
+@functools.cache
+def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
+    """Every kernel that the runtime may choose for the common settings, whatever the shapes.
+
+    Not written down but derived: the functions that the runtime asks are asked for a sweep of shapes.
+
+    Parameters
+    ----------
+    arch
+        Target; empty for one that has no kernels.
+
+    Returns
+    -------
+    tuple of KernelSpec
+        Without duplicates, sorted by pass and name.
+    """
+    return _collect(arch, DEFAULT_NUMERICS, DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS, DEFAULT_PROBS)
+
+
+@functools.cache
+def full_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
+    """Every kernel that the runtime may choose, for all settings: too many to build; each can be asked for by name."""
+    return _collect(arch, tuple(NUMERICS), tuple(ACTIVATIONS), tuple(GluLayout), (*DType, None))
+
+
+def find(arch: Arch | None, name: str) -> KernelSpec | None:
+    """Return the spec with a variant name, of one architecture or any; None if the runtime chooses no such kernel."""
+    archs = tuple(Arch) if arch is None else (arch,)
+    return next((spec for a in archs for spec in full_catalog(a) if spec.name == name), None)
+
+
+def _collect(
+    arch: Arch,
+    numerics: tuple[str, ...],
+    activations: tuple[str, ...],
+    layouts: tuple[GluLayout, ...],
+    probs: tuple[DType | None, ...],
+) -> tuple[KernelSpec, ...]:
+    """Every kernel that the selection returns for combinations of settings."""
+    if arch is not Arch.SM90A:
+        return ()
+    specs: dict[KernelSpec, None] = {}
+    for tokens, groups, hidden, ffn in _shapes(arch):
+        for name in numerics:
+            linear = linear_specs(arch, name, tokens=tokens, groups=groups, in_features=hidden, out_features=ffn)
+            specs.update(dict.fromkeys((linear.fprop, linear.dgrad, linear.wgrad)))
+        for name, activation, layout, prob, backward in itertools.product(
+            numerics, activations, layouts, probs, (True, False)
+        ):
+            if layout is not GluLayout.CONTIGUOUS and not ACTIVATIONS[activation].glu:
+                continue
+            step = step_specs(
+                arch, name, activation, layout, prob,
+                tokens=tokens, groups=groups, hidden=hidden, ffn=ffn, backward=backward,
+            )  # fmt: skip
+            specs.update(dict.fromkeys(step.all))
+    order = list(Pass)
+    return tuple(sorted(specs, key=lambda s: (order.index(s.kernel), s.name)))
+
+
+def use(spec: KernelSpec) -> str:
+    """What a kernel is for, in a few words."""
+    parts = [_USES[spec.kernel]]
+    if spec.kernel is Pass.FPROP_ACT:
+        parts.append("training" if spec.store_z else "inference")
+    if spec.probs is not None and spec.kernel.has_activation:
+        parts.append(f"{spec.probs.value} probs")
+    return ", ".join(parts)
+
+
+@functools.cache
+def _shapes(arch: Arch) -> tuple[tuple[int, int, int, int], ...]:
+    """Representatives (T, G, H, F) of every combination of tiles that the selection can return.
+
+    Shapes are swept densely where a tile's tail matters and by powers of two beyond; of those that get the same kernels
+    one is kept.
+    """
+    dense = range(8, 2049, 8)
+    sparse = [1 << power for power in range(3, 16)]
+    rows = [(1, 1)] + [((1 << power) * groups, groups) for power in range(2, 16, 2) for groups in (1, 64)]
+    found: dict[tuple[StepSpecs, LinearSpecs], tuple[int, int, int, int]] = {}
+    for one, other in itertools.product(dense, sparse):
+        # T and G matter through few thresholds, if at all: all of them at round features, two at the others.
+        for tokens, groups in rows if one & (one - 1) == 0 else (rows[0], rows[-1]):
+            for hidden, ffn in ((one, other), (other, one)):
+                step = step_specs(
+                    arch, "bf16", "swiglu", GluLayout.CONTIGUOUS, None,
+                    tokens=tokens, groups=groups, hidden=hidden, ffn=ffn, backward=True,
+                )  # fmt: skip
+                linear = linear_specs(arch, "bf16", tokens=tokens, groups=groups, in_features=hidden, out_features=ffn)
+                found.setdefault((step, linear), (tokens, groups, hidden, ffn))
+    return tuple(found.values())

@@ -1,0 +1,311 @@
+"""The command ``cute-grouped-mlp``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from . import generated
+from .activations import ACTIVATIONS
+from .aot import MANIFEST, AotFolder, build_folder
+from .artifacts import CACHE_VARIABLE, Artifact, ArtifactStore
+from .catalog import default_catalog, find, use
+from .errors import ArtifactCorruptError, CompileError, GroupedMLPError
+from .link import find_linker
+from .loading import load_callable
+from .render import render
+from .resources import ResourceReport
+from .spec import NUMERICS, Arch, KernelSpec, Pass
+from .toolchain import driver_cuda, runtime_library, toolchain
+
+app = typer.Typer(
+    help="Generate, compile and inspect the kernels of grouped MLPs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cache = typer.Typer(help="The on-disk store of kernels that were compiled at first use.", no_args_is_help=True)
+app.add_typer(cache, name="cache")
+
+#: Recipes and the numerics of their kernels; a numerics' own name selects it alone.
+RECIPES = {"HighPrecision": ("bf16", "fp16"), **{name: (name,) for name in NUMERICS}}
+
+RecipeName = Enum("RecipeName", {name: name for name in RECIPES}, type=str)  # type: ignore[misc]
+ActivationName = Enum("ActivationName", {name: name for name in ACTIVATIONS}, type=str)  # type: ignore[misc]
+
+ArchOption = Annotated[Arch, typer.Option("--arch", help="Target architecture.")]
+RecipeOption = Annotated[RecipeName | None, typer.Option("--recipe", help="Only kernels of this recipe or type.")]
+PassOption = Annotated[Pass | None, typer.Option("--pass", help="Only kernels of this pass.")]
+ActivationOption = Annotated[ActivationName | None, typer.Option("--activation", help="Only kernels with it.")]
+
+
+def main() -> None:
+    """Run the command; an error that we raise on purpose, or the system's, is one line and exit code 1."""
+    try:
+        app()
+    except (GroupedMLPError, OSError) as error:
+        _console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(1)
+
+
+@app.command("list")
+def list_(
+    arch: ArchOption = Arch.SM90A,
+    recipe: RecipeOption = None,
+    pass_: PassOption = None,
+    activation: ActivationOption = None,
+    aot: Annotated[Path | None, typer.Option(help="Also look into this folder made by `build`.")] = None,
+) -> None:
+    """List the default catalog: what each kernel is for, and whether it is built."""
+    specs = _select(arch, recipe, pass_, activation)
+    store = ArtifactStore()
+    folder = None if aot is None else AotFolder(aot)
+    table = Table("variant", "for", "built", title=f"{len(specs)} kernels for {arch.value}")
+    for spec in specs:
+        built = [
+            name for name, place in (("folder", folder), ("store", store)) if place is not None and place.get(spec)
+        ]
+        table.add_row(spec.name, use(spec), ", ".join(built) or "-")
+    _console().print(table)
+
+
+@app.command()
+def generate(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 with a diff if it is stale.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder to write or check.")] = generated.GENERATED,
+) -> None:
+    """Render the default kernels' sources into generated/."""
+    files = generated.default_files()
+    console = _console()
+    if not check:
+        changed = generated.write(files, out)
+        for path in changed:
+            console.print(path, highlight=False)
+        console.print(f"{len(changed)} of {len(files)} files changed in {out}", highlight=False)
+        return
+    difference = generated.diff(files, out)
+    if difference:
+        sys.stdout.write(difference)
+        raise GroupedMLPError(f"{out} is stale: run `cute-grouped-mlp generate` and commit what it writes")
+    console.print(f"{out} is up to date: {len(files)} files", highlight=False)
+
+
+@app.command()
+def show(
+    variant: Annotated[str, typer.Argument(help="Variant name, as `list` prints it.")],
+    source_only: Annotated[bool, typer.Option("--source-only", help="Print the source and nothing else.")] = False,
+) -> None:
+    """Show a kernel: its spec, its source and, compiled now if need be, the resources it uses."""
+    spec = _find(variant)
+    source = render(spec).source
+    if source_only:
+        sys.stdout.write(source)
+        return
+    console = _console()
+    console.print_json(spec.to_json())
+    console.print(Syntax(source, "python", line_numbers=True, word_wrap=False))
+    artifact = ArtifactStore().get_or_build(spec)
+    table = Table("resource", "value", title=spec.name)
+    for name, value in artifact.report.to_dict().items():
+        table.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
+    console.print(table)
+    console.print(f"{use(spec)}; in {artifact.path}", highlight=False)
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Option("--out", help="Folder to build into, made if missing.")],
+    arch: ArchOption = Arch.SM90A,
+    recipe: RecipeOption = None,
+    pass_: PassOption = None,
+    activation: ActivationOption = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Only this kernel; may be repeated.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("-j", "--jobs", min=1, help="Compilations at a time; default: cores.")
+    ] = None,
+) -> None:
+    """Compile kernels ahead of time, on a machine with or without a GPU."""
+    specs = [_find(name, arch) for name in variant] if variant else _select(arch, recipe, pass_, activation)
+    console = _console()
+    if find_linker() is None:
+        console.print("no C compiler (cc, gcc or clang): kernels get no kernel.so, and loading them imports the DSL")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling", total=len(specs))
+
+        def advance(spec: KernelSpec, result: Artifact | CompileError) -> None:
+            progress.update(task, advance=1, description=spec.name)
+
+        results = build_folder(specs, out, jobs=jobs, progress=advance)
+    columns_ = ("registers", "spill stores", "smem", "C7512", "compile s")
+    table = Table("variant", *columns_, title=f"{len(specs)} kernels for {arch.value} in {out}")
+    failed = {spec: result for spec, result in results.items() if isinstance(result, CompileError)}
+    for spec, result in results.items():
+        cells = ("failed",) if isinstance(result, CompileError) else _cells(result.report)
+        table.add_row(spec.name, *cells)
+    console.print(table)
+    console.print(f"{out / MANIFEST}; use it with CUTE_GROUPED_MLP_AOT_DIRS={shlex.quote(str(out))}", highlight=False)
+    if failed:
+        raise GroupedMLPError("\n".join(str(error) for error in failed.values()))
+
+
+@app.command()
+def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `build`.")]) -> None:
+    """Load every kernel of a built folder in this process; needs no GPU and imports no compiler."""
+    aot = AotFolder(folder)
+    failures = 0
+    console = _console()
+    for name in aot.names:
+        try:
+            artifact = aot.read(name)
+            if artifact.library_path is None:
+                raise ArtifactCorruptError("it has no kernel.so: it was built without a C compiler")
+            load_callable(artifact)
+        except ArtifactCorruptError as error:
+            failures += 1
+            console.print(f"[red]failed[/] {name}: {escape(str(error))}", highlight=False)
+        else:
+            console.print(f"[green]loaded[/] {name}", highlight=False)
+    if "cutlass" in sys.modules:
+        raise GroupedMLPError("loading imported the DSL")
+    if failures:
+        raise GroupedMLPError(f"{failures} of {len(aot.names)} kernels in {folder} cannot be used")
+    console.print(f"all {len(aot.names)} kernels in {folder} load", highlight=False)
+
+
+@cache.command("info")
+def cache_info() -> None:
+    """Show where the store is, whether it is used, and what it holds."""
+    store = ArtifactStore()
+    entries = list(store.entries())
+    size = sum(file.stat().st_size for entry in entries for file in entry.iterdir())
+    table = Table(show_header=False)
+    table.add_row("folder", str(store.root))
+    table.add_row("set by", f"${CACHE_VARIABLE}" if CACHE_VARIABLE in os.environ else "the platform's default")
+    table.add_row("toolchain", toolchain().folder)
+    table.add_row(
+        "kernels", f"{sum(e.parent == store.folder for e in entries)} of this toolchain, {len(entries)} in all"
+    )
+    table.add_row("size", f"{size / 1e6:.1f} MB")
+    table.add_row("used", f"no: {store.refusal()}" if store.refusal() else "yes")
+    _console().print(table)
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Delete every kernel of the store."""
+    store = ArtifactStore()
+    _console().print(f"{store.clear()} kernels deleted from {store.root}", highlight=False)
+
+
+@cache.command("verify")
+def cache_verify() -> None:
+    """Check every entry of the store against its checksums; exit 1 if one is damaged."""
+    store = ArtifactStore()
+    results = store.verify()
+    damaged = [problem for problem in results.values() if problem is not None]
+    if damaged:
+        raise GroupedMLPError("\n".join([*damaged, f"{len(damaged)} of {len(results)} entries are damaged"]))
+    _console().print(f"all {len(results)} entries in {store.root} are intact", highlight=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, GPU and driver, and what runs natively here, what does not, and why."""
+    tools = toolchain()
+    rows = [*tools.versions, ("C compiler", find_linker() or "none: kernels are loaded through the DSL")]
+    driver = driver_cuda()
+    rows.append(("CUDA driver", "none" if driver is None else f"supports CUDA {driver}"))
+    try:
+        rows.append(("DSL runtime", str(runtime_library())))
+    except GroupedMLPError as error:
+        rows.append(("DSL runtime", str(error)))
+    store = ArtifactStore()
+    rows.append(("store", f"{store.root}{'' if store.refusal() is None else f', not used: {store.refusal()}'}"))
+    # In a process of its own: a torch or a driver that crashes is a finding.
+    probe = subprocess.run([sys.executable, "-m", "cute_grouped_mlp.doctor"], capture_output=True, text=True)
+    found: dict[str, Any] = {}
+    if probe.returncode == 0:
+        found = json.loads(probe.stdout)
+        rows.append(("Python", found["python"]))
+        build_ = f"built for CUDA {found['torch_cuda']}" if found["torch_cuda"] else "CPU build"
+        rows.append(("torch", f"{found['torch']}, {build_}"))
+        for index, gpu in enumerate(found["devices"]):
+            text = "{name}, compute capability {capability}, {multiprocessors} multiprocessors, {memory_gib} GiB"
+            rows.append((f"GPU {index}", text.format(**gpu)))
+        if not found["devices"]:
+            rows.append(("GPU", f"none: {found['cuda_problem'] or 'torch sees no CUDA device'}"))
+    else:
+        last = (probe.stderr.strip() or f"exit code {probe.returncode}").splitlines()[-1]
+        rows.append(("torch", f"cannot be used: {last}"))
+    table = Table(show_header=False, title="this machine")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    console = _console()
+    console.print(table)
+    table = Table("recipe", "type", "runs", "why", title="what runs here")
+    for row in found.get("recipes", ()):
+        runs = "unfused, in plain torch" if row["status"] == "unfused" else row["status"]
+        table.add_row(row["recipe"], row["dtype"], runs, escape(row["why"]))
+    if table.rows:
+        console.print(table)
+    console.print(
+        f"kernels can be compiled here for {Arch.SM90A.value}: {len(default_catalog(Arch.SM90A))} in the catalog"
+    )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Train a small MoE language model next to plain torch; arguments are the example's (--help after --)."""
+    command = [sys.executable, "-m", "cute_grouped_mlp.examples.train_moe", *context.args]
+    raise typer.Exit(subprocess.run(command).returncode)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """Return a console; output that goes to a file or a pipe is not folded."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 200, soft_wrap=stderr)
+
+
+def _select(
+    arch: Arch, recipe: RecipeName | None, pass_: Pass | None, activation: ActivationName | None
+) -> list[KernelSpec]:
+    """Filter the default catalog."""
+    specs = [
+        spec
+        for spec in default_catalog(arch)
+        if (recipe is None or spec.numerics in RECIPES[recipe.value])
+        and (pass_ is None or spec.kernel is pass_)
+        and (activation is None or spec.activation == activation.value)
+    ]
+    if not specs:
+        raise GroupedMLPError(
+            f"the catalog has no such kernel; all of them: cute-grouped-mlp list --arch {Arch.SM90A.value}"
+        )
+    return specs
+
+
+def _find(name: str, arch: Arch | None = None) -> KernelSpec:
+    spec = find(arch, name)
+    if spec is None:
+        raise GroupedMLPError(f"there is no variant {name!r}; all of them: cute-grouped-mlp list")
+    return spec
+
+
+def _cells(report: ResourceReport) -> tuple[str, ...]:
+    """Cells of a row of `build`'s table."""
+    smem = "?" if report.smem is None else str(report.smem)
+    return str(report.registers), str(report.spill_stores), smem, str(report.c7512), f"{report.seconds:.1f}"

@@ -1,0 +1,281 @@
+"""Source to object file and resource report, in worker processes; needs no GPU and no driver.
+
+``cute.compile`` is not thread-safe, brings the DSL into its process and may crash there: so it never runs in ours.  A
+worker is a fresh interpreter that runs ``worker.py`` (no fork, and no import of the caller's main module), sees no
+GPU, and always gets the target architecture passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .errors import CompileError
+from .link import link
+from .render import Rendered, render
+from .resources import ResourceReport, read_report
+from .spec import Arch, KernelSpec
+
+#: Seconds after which a compilation is given up; one takes 1 to 11.
+TIMEOUT = 600
+_WORKER = Path(__file__).with_name("worker.py")
+# -c puts the working directory in front of the module path: nothing may be imported from there.
+_BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; import runpy; runpy.run_path(sys.argv[1], None, '__main__')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled kernel on disk, not yet published anywhere.
+
+    Attributes
+    ----------
+    spec
+        The kernel.
+    source_path, object_path
+        ``kernel.py`` and ``kernel.o``.
+    library_path
+        ``kernel.so``; None if this machine cannot link.
+    report
+        Its resources.
+    """
+
+    spec: KernelSpec
+    source_path: Path
+    object_path: Path
+    library_path: Path | None
+    report: ResourceReport
+
+
+def compile_options(arch: Arch) -> str:
+    """Options of ``cute.compile``; part of an artifact's key."""
+    return f"--enable-tvm-ffi --gpu-arch {arch.value} --keep-ptx --keep-cubin remarks{{ptx}}"
+
+
+def compile_kernel(
+    spec: KernelSpec, out_dir: Path, *, rendered: Rendered | None = None, timeout: int = TIMEOUT
+) -> Compiled:
+    """Render and compile one kernel in a worker process.
+
+    Parameters
+    ----------
+    spec
+        The kernel.
+    out_dir
+        Folder for ``kernel.py``, ``kernel.o``, ``kernel.so`` (where it can be linked), ``kernel.ptx`` and
+        ``compile.log``; made if missing.
+    rendered
+        Its source, if it was rendered already.
+    timeout
+        Seconds to wait.
+
+    Raises
+    ------
+    RenderError
+        If the spec cannot be rendered.
+    CompileError
+        If it does not compile, or takes too long.
+    OSError
+        If ``out_dir`` cannot be written.
+    """
+    with CompileWorker(spec.arch, timeout=timeout) as worker:
+        return worker.compile(rendered or render(spec), out_dir)
+
+
+def compile_many(
+    specs: Iterable[KernelSpec],
+    out_dir: Path,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[KernelSpec, Compiled | CompileError], None] = lambda spec, result: None,
+) -> dict[KernelSpec, Compiled | CompileError]:
+    """Compile kernels into ``out_dir/<name>``, ``jobs`` at a time; the workers are kept between kernels.
+
+    Parameters
+    ----------
+    specs
+        The kernels, of one architecture or of several.
+    out_dir
+        Parent of the kernels' folders.
+    jobs
+        Worker processes; all cores by default.  A worker takes up to a gigabyte.
+    progress
+        Called in this thread with each kernel as it is done.
+
+    Returns
+    -------
+    dict
+        For each spec what was compiled or why it could not be, in the order of ``specs``.
+    """
+    specs = list(dict.fromkeys(specs))
+    todo: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[KernelSpec, Compiled | CompileError | BaseException]] = queue.SimpleQueue()
+    for spec in sorted(specs, key=lambda s: s.arch.value):
+        todo.put(spec)
+
+    def work() -> None:
+        worker: CompileWorker | None = None
+        try:
+            while True:
+                try:
+                    spec = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    if worker is None or worker.arch is not spec.arch:
+                        if worker is not None:
+                            worker.close()
+                        worker = CompileWorker(spec.arch)
+                    done.put((spec, worker.compile(render(spec), out_dir / spec.name)))
+                except BaseException as error:  # handed to the caller's thread, which raises or reports it
+                    done.put((spec, error))
+        finally:
+            if worker is not None:
+                worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(min(jobs or os.cpu_count() or 1, len(specs)))]
+    for thread in threads:
+        thread.start()
+    results: dict[KernelSpec, Compiled | CompileError] = {}
+    try:
+        for _ in specs:
+            spec, result = done.get()
+            if not isinstance(result, Compiled | CompileError):
+                raise result
+            results[spec] = result
+            progress(spec, result)
+    finally:
+        while True:  # after an error: let the threads finish what they have, and no more
+            try:
+                todo.get_nowait()
+            except queue.Empty:
+                break
+        for thread in threads:
+            thread.join()
+    return {spec: results[spec] for spec in specs}
+
+
+class CompileWorker:
+    """A worker process that compiles kernels for one architecture, one after another.  Not thread-safe."""
+
+    def __init__(self, arch: Arch, *, timeout: int = TIMEOUT) -> None:
+        self.arch = arch
+        self._timeout = timeout
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> CompileWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process; the next :meth:`compile` starts another."""
+        if self._process is None:
+            return
+        self._process.kill()
+        with self._process:  # closes the pipes and waits
+            self._process = None
+
+    def compile(self, rendered: Rendered, out_dir: Path) -> Compiled:
+        """Compile a rendered kernel into a folder; as :func:`compile_kernel`."""
+        spec = rendered.spec
+        out_dir = out_dir.absolute()
+        out_dir.mkdir(parents=True, exist_ok=True)
+        source_path, object_path = out_dir / "kernel.py", out_dir / "kernel.o"
+        source_path.write_text(rendered.source)
+        request = {
+            "source": str(source_path),
+            "output": str(out_dir),
+            "name": spec.name,
+            "options": compile_options(spec.arch),
+            "timeout": self._timeout,
+        }
+        reply = self._ask(request)
+        log = (out_dir / "compile.log").read_text(errors="replace") if (out_dir / "compile.log").exists() else ""
+        if "error" in reply:
+            raise _compile_error(rendered, source_path, reply["error"], reply.get("line"), log)
+        ir_path = out_dir / "kernel.mlir"
+        try:
+            report = read_report(
+                log=log, ptx=(out_dir / "kernel.ptx").read_text(), ir=ir_path.read_text(), seconds=reply["seconds"]
+            )
+        except ValueError as error:
+            raise _compile_error(rendered, source_path, str(error), None, log) from error
+        ir_path.unlink()
+        return Compiled(spec, source_path, object_path, link(object_path, out_dir / "kernel.so"), report)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            self._process = _start(self.arch)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            text = self._process.stdout.readline()
+        except BrokenPipeError:
+            text = ""
+        except BaseException:  # an interrupt: the reply that is still to come must not be read as the next one's
+            self.close()
+            raise
+        if text:
+            reply: dict[str, Any] = json.loads(text)
+            return reply
+        code = self._process.wait()
+        self.close()
+        if code == -signal.SIGALRM:
+            return {"error": f"compiling took more than {self._timeout} s"}
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return {"error": f"the compiling process ended with {how}"}
+
+
+def _start(arch: Arch) -> subprocess.Popen[str]:
+    """Start a worker.  It inherits the environment less what would change the code that the DSL generates."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_") and k != "PYTHONWARNINGS"}
+    environment["CUTE_DSL_ARCH"] = arch.value
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    if not sys.executable:
+        raise CompileError("cannot compile: sys.executable is not set, so no worker process can be started")
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, str(_WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # each request has a log of its own
+        env=environment,
+        text=True,
+        start_new_session=True,  # an interrupt from the terminal is for us alone
+    )
+
+
+def _compile_error(rendered: Rendered, source_path: Path, message: str, line: int | None, log: str) -> CompileError:
+    """Compose the error: what, where in the rendered file and in the template, and the end of the compiler's output."""
+    template = None
+    if line is not None:
+        origin = rendered.line_map[line - 1] if line <= len(rendered.line_map) else None
+        template = None if origin is None else f"{origin[0]}:{origin[1]}"
+    where = f"{source_path}{'' if line is None else f':{line}'}"
+    if template is not None:
+        where += f" (template {template})"
+    tail = "\n".join(re.sub(r"\x1b\[[0-9;]*m", "", log).strip().splitlines()[-8:])
+    return CompileError(
+        f"{rendered.spec.name} does not compile: {message}\n  in {where}" + (f"\n{tail}" if tail else ""),
+        spec=rendered.spec,
+        source_path=source_path,
+        template=template,
+    )

@@ -1,0 +1,92 @@
+"""The catalog holds what the runtime chooses, and nothing that cannot be built."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_grouped_mlp.codegen import tiles
+from cute_grouped_mlp.codegen.activations import ACTIVATIONS
+from cute_grouped_mlp.codegen.catalog import DEFAULT_PROBS, default_catalog, find, full_catalog, use
+from cute_grouped_mlp.codegen.render import render
+from cute_grouped_mlp.codegen.select import linear_specs, step_specs
+from cute_grouped_mlp.codegen.spec import NUMERICS, Arch, DType, GluLayout, Pass
+
+SHAPE = {"tokens": 4096, "groups": 8, "hidden": 2048, "ffn": 768}
+features = st.one_of(st.integers(1, 512), st.integers(1, 4096), st.sampled_from([256, 360, 896, 2304])).map(
+    lambda n: 8 * n
+)
+tokens = st.one_of(st.integers(1, 1 << 20), st.integers(0, 20).map(lambda n: 1 << n))
+groups = st.one_of(st.integers(1, 1025), st.sampled_from([1, 8, 64, 128, 256]))
+
+
+def step(probs=DType.FP32, *, backward=True, activation="swiglu", numerics="bf16", **shape):
+    return step_specs(
+        Arch.SM90A, numerics, activation, GluLayout.CONTIGUOUS, probs, backward=backward, **{**SHAPE, **shape}
+    )
+
+
+@given(tokens, groups, features, features, st.sampled_from(DEFAULT_PROBS), st.booleans())
+def test_the_default_catalog_holds_whatever_the_runtime_chooses(tokens, groups, hidden, ffn, probs, backward):
+    catalog = set(default_catalog(Arch.SM90A))
+    chosen = step(probs, backward=backward, tokens=tokens, groups=groups, hidden=hidden, ffn=ffn)
+    assert set(chosen.all) <= catalog
+    linear = linear_specs(Arch.SM90A, "bf16", tokens=tokens, groups=groups, in_features=hidden, out_features=ffn)
+    assert {linear.fprop, linear.dgrad, linear.wgrad} <= catalog
+
+
+@given(
+    tokens, groups, features, features,
+    st.sampled_from(sorted(NUMERICS)), st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from([*DType, None]),
+)  # fmt: skip
+def test_every_choice_can_be_found_by_name(tokens, groups, hidden, ffn, numerics, activation, probs):
+    shape = {"tokens": tokens, "groups": groups, "hidden": hidden, "ffn": ffn}
+    for spec in step(probs, activation=activation, numerics=numerics, **shape).all:
+        assert find(Arch.SM90A, spec.name) == spec
+
+
+def test_default_catalog_is_small_sorted_valid_and_named_uniquely():
+    catalog = default_catalog(Arch.SM90A)
+    assert 10 <= len(catalog) < 150
+    assert len({spec.name for spec in catalog}) == len(catalog) == len(set(catalog))
+    assert {spec.kernel for spec in catalog} >= {*Pass} - {Pass.BIAS_GRAD}
+    assert [problem for spec in catalog for problem in tiles.check(spec)] == []
+    order = [list(Pass).index(spec.kernel) for spec in catalog]
+    assert order == sorted(order)
+    assert default_catalog(Arch.SM100A) == ()
+
+
+def test_full_catalog_has_unique_names_and_renders():
+    catalog = full_catalog(Arch.SM90A)
+    assert set(catalog) > set(default_catalog(Arch.SM90A))
+    assert len({spec.name for spec in catalog}) == len(catalog)
+    for spec in catalog[::20]:
+        assert render(spec).spec == spec
+
+
+def test_what_a_step_needs():
+    training, inference, unscaled = step(), step(backward=False), step(None)
+    assert training.fprop_act.store_z
+    assert not inference.fprop_act.store_z
+    assert inference.all == (inference.fprop_act, inference.fprop)
+    assert training.reduce.probs is DType.FP32
+    assert unscaled.reduce is None
+    assert unscaled.dgrad_act.probs is None
+    for chosen in (training, unscaled):
+        kernels = [chosen.fprop_act, chosen.fprop, chosen.dgrad_act, chosen.dgrad, chosen.wgrad1, chosen.wgrad2]
+        assert [spec.kernel.value for spec in kernels] == ["fprop_act", "fprop", "dgrad_act", "dgrad", "wgrad", "wgrad"]
+        assert set(chosen.all) == {*kernels, chosen.reduce} - {None}
+
+
+def test_equal_choices_are_one_object():
+    assert all(a is b for a, b in zip(step().all, step(tokens=4097).all, strict=True))
+
+
+def test_use_tells_variants_of_a_pass_apart():
+    kinds = {use(step(probs, backward=b).fprop_act) for probs in DEFAULT_PROBS for b in (True, False)}
+    assert len(kinds) == 6
+
+
+def test_find():
+    spec = default_catalog(Arch.SM90A)[0]
+    assert find(None, spec.name) == find(Arch.SM90A, spec.name) == spec
+    assert find(Arch.SM100A, spec.name) is None
+    assert find(None, "nothing") is None

@@ -1,0 +1,228 @@
+"""The command cute-grouped-mlp."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cute_grouped_mlp.codegen import aot, cli, compile, generated
+from cute_grouped_mlp.codegen.artifacts import ArtifactStore
+from cute_grouped_mlp.codegen.catalog import default_catalog
+from cute_grouped_mlp.codegen.render import render
+from cute_grouped_mlp.codegen.spec import Arch, Pass
+
+CATALOG = default_catalog(Arch.SM90A)
+REDUCE = [spec for spec in CATALOG if spec.kernel is Pass.REDUCE]
+
+
+@pytest.fixture(autouse=True)
+def empty_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTE_GROUPED_MLP_CACHE_DIR", str(tmp_path / "store"))
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Run the command in this process; returns exit code, standard output and standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["cute-grouped-mlp", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def fails(result, *parts, code=1):
+    """An error is told in plain words, without a traceback, and nothing else is said."""
+    got, _, error = result
+    assert got == code
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in error
+    return error
+
+
+def test_list(run):
+    code, out, _ = run("list")
+    assert code == 0
+    assert all(spec.name in out for spec in CATALOG)
+    assert f"{len(CATALOG)} kernels for sm_90a" in out
+    _, out, _ = run("list", "--pass", "wgrad")
+    assert [name for name in (spec.name for spec in CATALOG) if name in out] == [
+        spec.name for spec in CATALOG if spec.kernel is Pass.WGRAD
+    ]
+    _, out, _ = run("list", "--activation", "swiglu", "--recipe", "HighPrecision")
+    assert f"{sum(spec.activation == 'swiglu' for spec in CATALOG)} kernels" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("list", "--arch", "sm_100a"), ("list", "--pass", "bias_grad"), ("build", "--activation", "silu", "--out", "x")],
+)
+def test_an_empty_choice_is_an_error(run, arguments):
+    fails(run(*arguments), "the catalog has no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("list", "--pass", "fwd"), "fprop_act"),
+        (("list", "--arch", "sm_90"), "sm_90a"),
+        (("build",), "--out"),
+        (("build", "--out", "x", "-j", "0"), "x>=1"),
+        (("bogus",), "bogus"),
+    ],
+)
+def test_wrong_usage_exits_with_2(run, arguments, part):
+    fails(run(*arguments), part, code=2)
+
+
+def test_generate_and_check(run, tmp_path, monkeypatch):
+    files = generated.default_files(CATALOG[:1])
+    monkeypatch.setattr(generated, "default_files", lambda: files)
+    out = tmp_path / "generated"
+    error = fails(run("generate", "--check", "--out", out), "is stale")
+    assert len(error.splitlines()) <= 2
+    assert run("generate", "--out", out)[:1] == (0,)
+    assert run("generate", "--check", "--out", out)[0] == 0
+    (out / f"sm90/bf16/{CATALOG[0].name}.py").write_text("x = 1\n")
+    code, out_text, _ = run("generate", "--check", "--out", out)
+    assert code == 1
+    assert "-x = 1" in out_text
+    assert "+import cutlass" in out_text
+    assert (out / f"sm90/bf16/{CATALOG[0].name}.py").read_text() == "x = 1\n"  # it only looks
+
+
+def test_show(run):
+    code, out, _ = run("show", CATALOG[0].name, "--source-only")
+    assert (code, out) == (0, render(CATALOG[0]).source)
+    spec = REDUCE[0]
+    code, out, _ = run("show", spec.name)
+    assert code == 0
+    for part in (f'"kernel": "{spec.kernel.value}"', "def launch(", "spill_stores", "registers"):
+        assert part in out
+    assert ArtifactStore().get(spec) is not None
+    code, out, _ = run("list", "--pass", "reduce")
+    assert next(line for line in out.splitlines() if spec.name in line).split()[-2] == "store"
+    fails(run("show", "nothing"), "there is no variant 'nothing'")
+
+
+def test_build_verify_list(run, tmp_path):
+    out = tmp_path / "out"
+    code, text, error = run("build", "--arch", "sm_90a", "--pass", "reduce", "--out", out, "-j", "2")
+    assert (code, error) == (0, "")
+    for part in (
+        "registers",
+        "spill stores",
+        "smem",
+        "compile s",
+        str(out / "manifest.json"),
+        *(s.name for s in REDUCE),
+    ):
+        assert part in text
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert sorted(variant["name"] for variant in manifest["variants"]) == sorted(spec.name for spec in REDUCE)
+
+    code, text, error = run("verify", out)
+    assert (code, error) == (0, "")
+    assert f"all {len(REDUCE)} kernels" in text
+    _, text, _ = run("list", "--pass", "reduce", "--aot", out)
+    assert text.count("folder") == len(REDUCE)
+
+    library = out / REDUCE[0].name / "kernel.so"
+    library.write_bytes(library.read_bytes()[:1000])
+    result = run("verify", out)
+    fails(result, f"1 of {len(REDUCE)} kernels")
+    assert f"failed {REDUCE[0].name}" in result[1]
+    assert "kernel.so" in result[1]
+    assert f"loaded {REDUCE[1].name}" in result[1]
+    assert "cutlass" not in sys.modules
+
+
+def test_verify_wants_a_library(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("cute_grouped_mlp.codegen.link.find_linker", lambda: None)
+    aot.build_folder(REDUCE[:1], tmp_path / "out")
+    result = run("verify", tmp_path / "out")
+    fails(result, "1 of 1 kernels")
+    assert "built without a C compiler" in result[1]
+
+
+def test_build_tells_what_failed_and_keeps_the_rest(run, tmp_path, monkeypatch, small):
+    broken = {REDUCE[0]: small(REDUCE[0], "THREADS = 128", "THREADS = nothing")}
+    monkeypatch.setattr(compile, "render", lambda spec: broken.get(spec) or small(spec))
+    monkeypatch.setattr(aot, "render", lambda spec: broken.get(spec) or small(spec))
+    result = run("build", "--pass", "reduce", "--out", tmp_path / "out")
+    fails(result, REDUCE[0].name, "'nothing' is not defined", "sm90/small.py.jinja:")
+    assert aot.AotFolder(tmp_path / "out").names == (REDUCE[1].name,)
+
+
+def test_build_by_name_takes_any_kernel_that_the_runtime_may_choose(run, tmp_path):
+    name = "sm90a_fp16_reduce_pfp16"
+    assert name not in {spec.name for spec in CATALOG}
+    assert run("build", "--variant", name, "--out", tmp_path / "out")[0] == 0
+    assert aot.AotFolder(tmp_path / "out").names == (name,)
+
+
+def test_not_a_folder_of_kernels(run, tmp_path):
+    fails(run("verify", tmp_path), "is not a folder of compiled kernels", "cute-grouped-mlp build")
+    fails(run("list", "--aot", tmp_path), "is not a folder of compiled kernels")
+
+
+def test_cache(run, tmp_path):
+    code, out, _ = run("cache", "info")
+    assert code == 0
+    assert "0 of this toolchain" in out
+    path = ArtifactStore().get_or_build(REDUCE[0]).path
+    _, out, _ = run("cache", "info")
+    assert str(tmp_path / "store") in out
+    assert "1 of this toolchain, 1 in all" in out
+    assert run("cache", "verify")[0] == 0
+    (path / "kernel.o").write_text("")
+    fails(run("cache", "verify"), "kernel.o", "1 of 1 entries are damaged")
+    code, out, _ = run("cache", "clear")
+    assert (code, "1 kernels deleted" in out) == (0, True)
+    assert not path.exists()
+    (tmp_path / "store").chmod(0o777)
+    _, out, _ = run("cache", "info")
+    assert "can be written by others" in out
+
+
+def test_doctor(run):
+    code, out, _ = run("doctor")
+    assert code == 0
+    for part in (
+        "nvidia-cutlass-dsl",
+        "CUDA driver",
+        "GPU",
+        "torch",
+        "HighPrecision",
+        "NVFP4BlockScaling",
+        "C compiler",
+    ):
+        assert part in out
+
+
+def test_doctor_survives_a_torch_that_does_not(run, monkeypatch):
+    dead = subprocess.CompletedProcess([], 1, "", "Traceback ...\nImportError: libtorch.so: no such file\n")
+    monkeypatch.setattr(cli.subprocess, "run", lambda *args, **kwargs: dead)
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "cannot be used: ImportError: libtorch.so" in out
+
+
+def test_demo_hands_arguments_and_the_exit_code_on(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        cli.subprocess, "run", lambda command: seen.append(command) or subprocess.CompletedProcess([], 7)
+    )
+    assert run("demo", "--steps", "3")[0] == 7
+    assert seen == [[sys.executable, "-m", "cute_grouped_mlp.examples.train_moe", "--steps", "3"]]
+
+
+def test_help_names_every_command():
+    out = CliRunner().invoke(cli.app, ["--help"]).output
+    for command in ("list", "generate", "show", "build", "verify", "cache", "doctor", "demo"):
+        assert command in out
