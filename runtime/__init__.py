@@ -1,0 +1,106 @@
+"""Grouped MLP kernels for Mixture-of-Experts training: generated, compiled, fused, differentiable.
+
+Imported as ``import cute_grouped_mlp as cgm``.
+"""
+
+from __future__ import annotations
+
+from . import kernels, patterns, reference, support
+from .autocast import autocast, current_recipe
+from .checkpoint import checkpoint, checkpoint_context_fn
+from .config import settings
+from .errors import (
+    ArtifactCorruptError,
+    CompileError,
+    ConfigError,
+    FusionError,
+    FusionFallbackWarning,
+    GroupedMLPError,
+    MissingArtifactError,
+    RenderError,
+    ShapeError,
+    UnsupportedError,
+)
+from .explain import Explanation, explain
+from .fuser import OperationFuser
+from .fusion import (
+    Fusion,
+    Match,
+    Rejection,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from .grouped_mlp import FusedGroupedMLP
+from .mlp import GroupedMLP
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .ops import GroupedLinear, ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from .pipeline import Plan
+from .recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    HighPrecision,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from .sequential import Sequential
+
+__all__ = [
+    "ArtifactCorruptError",
+    "BasicOperation",
+    "CompileError",
+    "ConfigError",
+    "CustomRecipe",
+    "DelayedScaling",
+    "Explanation",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "FusedGroupedMLP",
+    "FusedOperation",
+    "FusibleOperation",
+    "Fusion",
+    "FusionError",
+    "FusionFallbackWarning",
+    "GroupedLinear",
+    "GroupedMLP",
+    "GroupedMLPError",
+    "HighPrecision",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "Match",
+    "MissingArtifactError",
+    "NVFP4BlockScaling",
+    "OperationContext",
+    "OperationFuser",
+    "Plan",
+    "Recipe",
+    "Rejection",
+    "RenderError",
+    "ScaledActivation",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "Sequential",
+    "ShapeError",
+    "UnsupportedError",
+    "autocast",
+    "checkpoint",
+    "checkpoint_context_fn",
+    "current_recipe",
+    "explain",
+    "kernels",
+    "patterns",
+    "reference",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "settings",
+    "support",
+]

@@ -1,0 +1,47 @@
+"""The recipe in force: :class:`autocast` sets it, :func:`current_recipe` reads it."""
+
+from __future__ import annotations
+
+import contextlib
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+_recipe: ContextVar[Any] = ContextVar("cute_grouped_mlp_recipe", default=None)
+
+#: The recipe in force, or None: no recipe.
+current_recipe = _recipe.get
+
+
+class autocast(contextlib.ContextDecorator):
+    """Run the operations of this package under a recipe, inside a ``with`` block or a decorated function.
+
+    The recipe belongs to the current thread (and task).  Backward needs no ``autocast``: it runs as its forward was
+    planned.  Blocks nest, and one object can be entered again.
+
+    Parameters
+    ----------
+    enabled
+        False: no recipe, whatever an enclosing block says.
+    recipe
+        One of this package's recipes, or an object with the same attributes.  None equals ``HighPrecision()``.
+    """
+
+    def __init__(self, enabled: bool = True, *, recipe: Any = None) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"autocast: enabled is {enabled!r}, allowed: True or False; pass the recipe as recipe=")
+        self._recipe = recipe if enabled else None
+        self._tokens: list[Token[Any]] = []
+
+    def __enter__(self) -> autocast:
+        self._tokens.append(_recipe.set(self._recipe))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _recipe.reset(self._tokens.pop())
+
+    def _recreate_cm(self) -> autocast:
+        # Each call of a decorated function gets a block of its own, so that it may recurse and run in several threads.
+        return autocast(recipe=self._recipe)

@@ -1,0 +1,206 @@
+"""The settings of the package: one typed object for all ``CUTE_GROUPED_MLP_*`` environment variables.
+
+The environment is read once, when this module is imported.  Afterwards settings change by assignment
+(``settings.fuse = False``) or for a while with :meth:`Settings.override`.  Both are process-wide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+PREFIX = "CUTE_GROUPED_MLP_"
+logger = logging.getLogger("cute_grouped_mlp")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Declaration of one setting.
+
+    Attributes
+    ----------
+    default
+        Value when neither the environment nor code sets it.
+    parse
+        Text of the environment variable -> value; raises ValueError.
+    valid
+        Whether a value is allowed.
+    allowed
+        What is allowed, for messages and for the table of settings.
+    doc
+        What the setting does.
+    """
+
+    default: Any
+    parse: Callable[[str], Any]
+    valid: Callable[[Any], bool]
+    allowed: str
+    doc: str
+
+
+_TRUE, _FALSE = frozenset({"1", "on", "true", "yes"}), frozenset({"0", "off", "false", "no"})
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(text)
+    return word in _TRUE
+
+
+def _parse_paths(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+
+
+def _is_paths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, Path) for part in value)
+
+
+def _switch(default: bool, doc: str) -> Setting:
+    return Setting(default, _parse_bool, lambda v: isinstance(v, bool), "True or False (on or off)", doc)
+
+
+#: Every setting.  The variable of ``name`` is ``CUTE_GROUPED_MLP_NAME``.
+SETTINGS: dict[str, Setting] = {
+    "fuse": _switch(True, "Policy of recipes whose enable_cutedsl_fused_grouped_mlp is None."),
+    "jit": _switch(True, "Whether a kernel that is not built yet is compiled at first use; off: an error instead."),
+    "cache_dir": Setting(
+        None,
+        lambda text: Path(text).expanduser(),
+        lambda v: v is None or isinstance(v, Path),
+        "a Path, or None for the platform's user cache folder",
+        "Folder of the on-disk store of compiled kernels.",
+    ),
+    "aot_dirs": Setting(
+        (),
+        _parse_paths,
+        _is_paths,
+        "a tuple of Paths (separated by ':' in the environment)",
+        "Folders made by `cute-grouped-mlp build`, searched before the store.",
+    ),
+    "debug_checks": _switch(False, "Read the device's status word after each call (synchronises) and raise."),
+    "sm100": Setting(
+        "off",
+        str.lower,
+        lambda v: v in ("off", "unverified"),
+        "'off' or 'unverified'",
+        "Whether native SM100 kernels, which never ran, may be chosen.",
+    ),
+    "log_level": Setting(
+        None,
+        str.upper,
+        lambda v: v is None or v in _LEVELS,
+        f"one of {', '.join(_LEVELS)}, or None to leave logging to the application",
+        "Level of the logger 'cute_grouped_mlp'; setting it also sends its lines to stderr.",
+    ),
+    "plan_cache_size": Setting(
+        64, int, lambda v: isinstance(v, int) and v >= 1, "an integer of at least 1", "Plans kept by each fuser (LRU)."
+    ),
+}
+
+
+class Settings:
+    """Typed settings; see :data:`SETTINGS` for what each does.
+
+    Attributes
+    ----------
+    generation : int
+        Grows by one with each change.  Part of what a plan depends on.
+    """
+
+    fuse: bool
+    jit: bool
+    cache_dir: Path | None
+    aot_dirs: tuple[Path, ...]
+    debug_checks: bool
+    sm100: str
+    log_level: str | None
+    plan_cache_size: int
+    generation: int
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.__dict__["generation"] = 0
+        for name, setting in SETTINGS.items():
+            text = environ.get(PREFIX + name.upper())
+            if not text:
+                self.__dict__[name] = setting.default
+                continue
+            try:
+                value = setting.parse(text)
+            except ValueError:
+                raise ConfigError(f"{PREFIX}{name.upper()} is {text!r}; allowed: {setting.allowed}") from None
+            self._store(name, value)
+        known = {PREFIX + name.upper() for name in SETTINGS}
+        for variable in sorted(v for v in environ if v.startswith(PREFIX) and v not in known):
+            warnings.warn(f"{variable} is not a setting of cute_grouped_mlp{_hint(variable, known)}", stacklevel=3)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._store(name, value)
+
+    def _store(self, name: str, value: Any) -> None:
+        if name not in SETTINGS:
+            raise AttributeError(f"no setting {name!r}{_hint(name, SETTINGS)}")
+        if not SETTINGS[name].valid(value):
+            raise ConfigError(f"settings.{name} is {value!r}; allowed: {SETTINGS[name].allowed}")
+        self.__dict__[name] = value
+        self.touch()
+        if name == "log_level":
+            _configure_logging(value)
+
+    def touch(self) -> None:
+        """Grow :attr:`generation`: every plan is made anew at its next use."""
+        self.__dict__["generation"] += 1
+
+    @contextlib.contextmanager
+    def override(self, **values: Any) -> Iterator[Settings]:
+        """Change settings for the duration of a ``with`` block.
+
+        Raises
+        ------
+        AttributeError
+            If a name is not a setting.
+        ConfigError
+            If a value is not allowed.
+        """
+        before = {name: self.__dict__.get(name) for name in values}
+        try:
+            for name, value in values.items():
+                self._store(name, value)
+            yield self
+        finally:
+            for name, value in before.items():
+                if name in SETTINGS:
+                    self._store(name, value)
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{name}={self.__dict__[name]!r}' for name in SETTINGS)})"
+
+
+def _hint(name: str, known: Mapping[str, Any] | set[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(sorted(known))}"
+
+
+def _configure_logging(level: str | None) -> None:
+    for handler in [h for h in logger.handlers if h.name == __name__]:
+        logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET if level is None else level)
+    if level is not None:
+        handler = logging.StreamHandler()
+        handler.name = __name__
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+#: The settings of this process.
+settings = Settings(os.environ)

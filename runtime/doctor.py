@@ -1,0 +1,80 @@
+"""What this machine can run: ``python -m cute_grouped_mlp.doctor`` prints it as JSON.
+
+``cute-grouped-mlp doctor`` runs this in a process of its own, so that a torch or a driver that crashes is a finding
+and not the end of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from . import recipe as recipes
+from . import support
+
+_RECIPES = (
+    recipes.HighPrecision,
+    recipes.Float8CurrentScaling,
+    recipes.DelayedScaling,
+    recipes.Float8BlockScaling,
+    recipes.MXFP8BlockScaling,
+    recipes.NVFP4BlockScaling,
+)
+
+
+def report() -> dict[str, Any]:
+    """Versions, devices, and what each recipe runs as.
+
+    Returns
+    -------
+    dict
+        ``python``, ``torch``, ``torch_cuda`` (None for a CPU build), ``cuda_problem`` (why torch cannot use a GPU, or
+        None), ``devices`` (name, capability, multiprocessors, memory in GiB), and ``recipes``: for each recipe and
+        type ``status`` ("native", "emulated", "unfused" in plain torch, or "unsupported") and ``why``.
+    """
+    problem = None
+    devices = []
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append(
+                {
+                    "name": properties.name,
+                    "capability": f"{properties.major}.{properties.minor}",
+                    "multiprocessors": properties.multi_processor_count,
+                    "memory_gib": round(properties.total_memory / 2**30, 1),
+                }
+            )
+    except (AssertionError, RuntimeError) as error:  # a CPU build raises the first, a missing driver the second
+        problem = str(error).splitlines()[0]
+    device = torch.device("cuda", 0) if devices else torch.device("cpu")
+    rows = []
+    for recipe in _RECIPES:
+        for dtype in (torch.bfloat16, torch.float16):
+            answer = support.fuser_grouped_tensor_supported.uncached(recipe(), dtype, device=device)
+            plain = recipe is recipes.HighPrecision
+            rows.append(
+                {
+                    "recipe": recipe.__name__,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "status": "native" if answer else "unfused" if plain else "unsupported",
+                    "why": "; ".join(answer.reasons),
+                }
+            )
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "cuda_problem": problem,
+        "devices": devices,
+        "recipes": rows,
+    }
+
+
+if __name__ == "__main__":
+    json.dump(report(), sys.stdout)

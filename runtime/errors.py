@@ -1,0 +1,38 @@
+"""Errors and warnings of the package, all under one root: :class:`GroupedMLPError`."""
+
+from __future__ import annotations
+
+from .codegen.errors import (
+    ArtifactCorruptError,
+    CompileError,
+    GroupedMLPError,
+    MissingArtifactError,
+    RenderError,
+    ShapeError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "ArtifactCorruptError",
+    "CompileError",
+    "ConfigError",
+    "FusionError",
+    "FusionFallbackWarning",
+    "GroupedMLPError",
+    "MissingArtifactError",
+    "RenderError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
+
+class ConfigError(GroupedMLPError, ValueError):
+    """A recipe or a setting has a value that is not allowed."""
+
+
+class FusionError(GroupedMLPError, RuntimeError):
+    """A fusion function, an operation or a channel breaks the rules of the operation fuser."""
+
+
+class FusionFallbackWarning(UserWarning):
+    """A recipe asked for fusion and did not get it; the message says every reason."""

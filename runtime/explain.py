@@ -1,0 +1,222 @@
+"""What a call would run and why: plans, kernels and their origin, and every reason against a fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import kernels
+from .autocast import current_recipe
+from .config import settings
+from .fuser import OperationFuser
+from .fusion import Rejection
+from .mlp import GroupedMLP
+from .op import BasicOperation, PlannedKernel
+from .pipeline import Plan
+from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
+from .sequential import Sequential
+
+_CURRENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedKernel:
+    """One kernel, or one step in plain torch.
+
+    Attributes
+    ----------
+    step
+        Role, pass and spec.
+    origin
+        Where the kernel came from, or will come from.
+    native
+        Whether the recipe's own number formats run; False: emulated.
+    """
+
+    step: PlannedKernel
+    origin: str
+    native: bool = True
+
+    def __str__(self) -> str:
+        if self.step.spec is None:
+            return f"{self.step.role:<10} {self.step.how}"
+        kind = "native" if self.native else "emulated"
+        return f"{self.step.role:<10} {self.step.spec.name}  {kind}, {self.origin}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPipeline:
+    """One run of operations.
+
+    Attributes
+    ----------
+    plan
+        What the fuser picked.
+    kernels
+        What it runs, forward first.
+    """
+
+    plan: Plan
+    kernels: tuple[ExplainedKernel, ...]
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Fusions that were not used, each with every reason."""
+        return self.plan.rejections
+
+    @property
+    def fused(self) -> bool:
+        """Whether some operations were fused."""
+        return any(len(indices) > 1 for _, indices in self.plan.forward_ops + self.plan.backward_ops)
+
+    def lines(self) -> list[str]:
+        """Return the printed report, line by line."""
+        count = sum(len(indices) for _, indices in self.plan.forward_ops)
+        out = [f"plan       {_names(self.plan.forward_ops)}", f"boundary   {self.plan.boundary} of {count} operations"]
+        backward = _names(self.plan.backward_ops)
+        if self.plan.boundary < count and backward != _names(self.plan.forward_ops):
+            out.append(f"backward   {backward}")
+        for title, wants in (("forward", False), ("backward", True)):
+            steps = [kernel for kernel in self.kernels if kernel.step.backward == wants]
+            out += [title, *(f"  {kernel}" for kernel in steps)] if steps else [f"{title:<10} none"]
+        for rejection in self.rejections:
+            out += [f"not used   {rejection.fusion}", *(f"  - {reason}" for reason in rejection.reasons)]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A printable report.
+
+    Attributes
+    ----------
+    module, device, recipe
+        What was explained, where, and under which recipe.
+    numerics
+        Whether operands are quantised.
+    policy
+        What the fusion flag means.
+    pipelines
+        One for each run of operations in the module.
+    """
+
+    module: str
+    device: str
+    recipe: str
+    numerics: str
+    policy: str
+    pipelines: tuple[ExplainedPipeline, ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether some operations were fused."""
+        return any(pipeline.fused for pipeline in self.pipelines)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Every reason against every fusion that was not used."""
+        return tuple(reason for p in self.pipelines for rejection in p.rejections for reason in rejection.reasons)
+
+    def __str__(self) -> str:
+        head = [
+            f"{self.module} on {self.device}",
+            f"recipe     {self.recipe}",
+            f"numerics   {self.numerics}",
+            f"fusion     {self.policy}",
+        ]
+        return "\n".join(head + [line for pipeline in self.pipelines for line in pipeline.lines()])
+
+
+def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> Explanation:
+    """Say what a call would run and why; nothing is computed and no kernel is built.
+
+    Parameters
+    ----------
+    module
+        A Sequential, a GroupedMLP, an operation or a fuser.
+    *args, **kwargs
+        The same as for the call.
+    recipe
+        The recipe to explain; by default the one in force.
+
+    Returns
+    -------
+    Explanation
+        ``print`` it.
+
+    Raises
+    ------
+    ShapeError
+        If a kernel met invalid split sizes since the last check: the device's status word is read (synchronises).
+    TypeError
+        If the module is none of the above.
+    """
+    recipe = current_recipe() if recipe is _CURRENT else recipe
+    kwargs.pop("op_kwargs", None)
+    x, extra, groups = _arguments(module, args, kwargs)
+    kernels.provider().check_status(x.device)
+    pipelines = []
+    x_requires_grad = torch.is_grad_enabled() and x.requires_grad
+    at = 0
+    for fuser in groups:
+        taken = extra[at : at + fuser.num_extra_inputs]
+        at += fuser.num_extra_inputs
+        plan, steps = fuser.preview(recipe, x_requires_grad, x, taken)
+        pipelines.append(ExplainedPipeline(plan, tuple(_explained(step) for step in steps)))
+        x_requires_grad = plan.boundary < len(fuser.basic_ops)
+    return Explanation(
+        type(module).__name__,
+        _device(x.device),
+        recipe_key(recipe)[0],
+        _numerics(recipe, x),
+        _policy(recipe),
+        tuple(pipelines),
+    )
+
+
+def _arguments(
+    module: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, Sequence[Any], Sequence[OperationFuser]]:
+    """Return the input, the extra inputs and the fusers of a module."""
+    if isinstance(module, GroupedMLP):
+        x = args[0] if args else kwargs["x"]
+        return x, module.pipeline_inputs(*args, **kwargs), module.fusers
+    x = args[0] if args else kwargs["input"]
+    if isinstance(module, Sequential):
+        return x, args[1:], module.fusers
+    if isinstance(module, BasicOperation):
+        return x, args[1:], (module.fuser,)
+    if isinstance(module, OperationFuser):
+        return x, args[1:], (module,)
+    raise TypeError(f"explain takes a Sequential, a GroupedMLP, an operation or a fuser; got {type(module).__name__}")
+
+
+def _explained(step: PlannedKernel) -> ExplainedKernel:
+    return ExplainedKernel(step, "" if step.spec is None else kernels.provider().locate(step.spec))
+
+
+def _names(ops: Sequence[tuple[Any, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{type(op).__name__}({', '.join(map(str, indices))})" for op, indices in ops)
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device} (the reference path: plain torch)"
+    major, minor = kernels.capability(device)
+    return f"{device}, {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+
+
+def _numerics(recipe: Any, x: torch.Tensor) -> str:
+    if recipe_kind(recipe) == "high_precision":
+        return f"{x.dtype}, not quantised"
+    return f"{x.dtype}, not quantised: the quantisers of {type(recipe).__name__} do not exist yet"
+
+
+def _policy(recipe: Any) -> str:
+    flag = fusion_flag(recipe)
+    if flag is not None:
+        return f"{FLAG} is {flag}"
+    return f"{FLAG} is None: settings.fuse is {'on' if settings.fuse else 'off'}"

@@ -1,0 +1,375 @@
+"""The operation fuser: picks a plan for a pipeline, and runs it as one autograd function.
+
+A **plan** says which (fused) operations run in forward and in backward.  It depends on the recipe's text and on the
+**backward boundary**, the index of the first operation that needs a backward; within one structural stamp (device,
+dtypes, parameter shapes, settings) these two are the whole key.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import fusion, kernels
+from .autocast import current_recipe
+from .caching import CacheInfo, LRUCache
+from .channels import Routing
+from .config import settings
+from .errors import FusionError, FusionFallbackWarning, ShapeError
+from .fusion import Rejection
+from .op import BasicOperation, FusibleOperation, PlannedKernel, expand
+from .pipeline import Call, Pipeline, Plan, make_contexts
+from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key, recipe_kind
+from .recipe_state import state_key
+
+logger = logging.getLogger("cute_grouped_mlp")
+_any_autocast = torch._C._is_any_autocast_enabled
+_PACKAGE_FOLDER = str(Path(__file__).parent)
+
+
+class Plans:
+    """The plans of one structural stamp.
+
+    Parameters
+    ----------
+    x, params
+        Input and parameters that the stamp is taken from; no input: a stamp that fits nothing.
+    stamped
+        Operations with state of their own that plans depend on.
+
+    Attributes
+    ----------
+    cache : LRUCache of Plan
+        By recipe text and backward boundary.
+    """
+
+    __slots__ = ("_autocast", "_device", "_dtype", "_extra", "_generation", "_params", "cache")
+
+    def __init__(
+        self, x: torch.Tensor | None, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]
+    ) -> None:
+        self.cache: LRUCache[Plan] = LRUCache(settings.plan_cache_size)
+        self._generation = -1 if x is None else settings.generation
+        self._dtype, self._device = (None, None) if x is None else (x.dtype, x.device)
+        self._autocast = None if x is None else kernels.autocast_dtype(x.device)
+        self._params = [(p.shape, p.dtype, p.device) for p in params]
+        self._extra = [op.fuser_stamp() for op in stamped]
+
+    def fit(self, x: torch.Tensor, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]) -> bool:
+        """Whether a call has this stamp: settings, types, devices and parameter shapes are the same."""
+        if (
+            self._generation != settings.generation
+            or x.dtype is not self._dtype
+            or x.device != self._device
+            or len(params) != len(self._params)
+            or (_any_autocast() and kernels.autocast_dtype(x.device) is not self._autocast)
+            or (self._autocast is not None and not _any_autocast())
+        ):
+            return False
+        for p, (shape, dtype, device) in zip(params, self._params, strict=False):
+            if p.dtype is not dtype or p.shape != shape or p.device != device:
+                return False
+        return not stamped or self._extra == [op.fuser_stamp() for op in stamped]
+
+
+class OperationFuser:
+    """Plans and runs a pipeline of operations.
+
+    Parameters
+    ----------
+    ops
+        The pipeline.  Fused operations in it stand for their basic ones.
+
+    Attributes
+    ----------
+    basic_ops : tuple of BasicOperation
+    num_extra_inputs : int
+        Extra inputs that a call takes.
+    last_plan : Plan or None
+        The plan of the most recent call, for reading.
+    recipe_state_resets : int
+        How often recipe state was made anew.
+    """
+
+    def __init__(self, ops: Iterable[FusibleOperation]) -> None:
+        self.basic_ops = expand(ops)
+        if not self.basic_ops:
+            raise FusionError("a pipeline needs at least one operation")
+        self._routing = Routing(self.basic_ops)
+        self.num_extra_inputs = len(self._routing.inputs)
+        self.last_plan: Plan | None = None
+        self.recipe_state_resets = 0
+        # Hooks that most operations leave alone are looked up here, not called at each run.
+        self._hooked = [(i, op) for i, op in enumerate(self.basic_ops) if _overrides(op, "pre_fuser_forward")]
+        self._stamped = [op for op in self.basic_ops if _overrides(op, "fuser_stamp")]
+        self._no_kwargs: list[dict[str, Any]] = [{} for _ in self.basic_ops]
+        # Replaced as a whole: a thread sees either the old stamp with its plans or the new one with its own.
+        self._plans = Plans(None, (), ())
+        self._lock = threading.RLock()
+        self._state_key: tuple[Any, ...] | None = None
+        self._reported: set[str] = set()
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor | None,
+        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the pipeline under the recipe in force.
+
+        Parameters
+        ----------
+        input
+            Input of the first operation.
+        *extra_inputs
+            Extra inputs of the operations, in operation order.
+        basic_op_kwargs
+            Keyword arguments of each basic operation.
+
+        Returns
+        -------
+        Tensor or tuple
+            The last operation's output, followed by the public extra outputs if there are any.
+        """
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
+        ops = self.basic_ops
+        params, counts = self._parameters()
+        x_requires_grad = input.requires_grad and torch.is_grad_enabled()
+        boundary = self._boundary(x_requires_grad, params, counts, extra_inputs)
+        recipe = current_recipe()
+        plan = self.select(recipe, boundary, input, params)
+        self.last_plan = plan
+        if plan.state_key != self._state_key:
+            self._reset_states(recipe, plan.state_key)
+        for index, op in self._hooked:
+            op.pre_fuser_forward(requires_grad=index >= boundary)
+        call = Call(
+            plan,
+            ops,
+            self._routing,
+            self._no_kwargs if basic_op_kwargs is None else basic_op_kwargs,
+            counts,
+            x_requires_grad,
+        )
+        if boundary < len(ops):
+            result = Pipeline.apply(input, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+        else:
+            result = Pipeline.forward(None, input, call, *params, *extra_inputs)
+        if settings.debug_checks:
+            kernels.provider().check_status(input.device)
+        return result
+
+    def _boundary(
+        self,
+        x_requires_grad: bool,
+        params: list[torch.nn.Parameter],
+        counts: list[int],
+        extra_inputs: Sequence[torch.Tensor | None],
+    ) -> int:
+        """Index of the first operation that needs a backward."""
+        count = len(self.basic_ops)
+        if x_requires_grad:
+            return 0
+        if not torch.is_grad_enabled():
+            return count
+        boundary = count
+        for (index, _), tensor in zip(self._routing.inputs, extra_inputs, strict=True):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and index < boundary:
+                boundary = index
+        at = 0
+        for index, of_op in enumerate(counts[:boundary]):
+            for p in params[at : at + of_op]:
+                if p.requires_grad:
+                    return index
+            at += of_op
+        return boundary
+
+    def _parameters(self) -> tuple[list[torch.nn.Parameter], list[int]]:
+        """Read the parameters of all operations, and how many each has."""
+        params: list[torch.nn.Parameter] = []
+        counts = []
+        for op in self.basic_ops:
+            of_op = op.fuser_parameters()
+            params += of_op
+            counts.append(len(of_op))
+        return params, counts
+
+    def _expected(self) -> str:
+        slots = [f"{type(self.basic_ops[i]).__name__} ({i})" for i, _ in self._routing.inputs]
+        return f"expected {self.num_extra_inputs}" + (f": one each for {', '.join(slots)}" if slots else "")
+
+    def preview(
+        self,
+        recipe: Any,
+        x_requires_grad: bool,
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor | None],
+    ) -> tuple[Plan, list[PlannedKernel]]:
+        """Plan a call without running it, for ``explain``.
+
+        Parameters
+        ----------
+        recipe
+            None, one of ours, or a foreign one.
+        x_requires_grad
+            Whether a gradient of the input is needed.
+        x, extra_inputs
+            Arguments of the call; of ``x`` only dtype, device and rows count.
+
+        Returns
+        -------
+        Plan
+        list of PlannedKernel
+            What its operations would run, forward first.
+        """
+        params, counts = self._parameters()
+        boundary = self._boundary(x_requires_grad, params, counts, extra_inputs)
+        plan = self.select(recipe, boundary, x, params)
+        slots = self._routing.distribute(extra_inputs)
+        contexts = make_contexts(len(slots), boundary, x_requires_grad)
+        steps: list[PlannedKernel] = []
+        for backward, ops in ((False, plan.forward_ops), (True, plan.backward_ops[::-1])):
+            for op, indices in ops:
+                run = slice(indices[0], indices[-1] + 1)
+                planned = op.planned_kernels(contexts[run], x.shape[:-1].numel(), slots[run])
+                steps += [step for step in planned if step.backward == backward]
+        return plan, steps
+
+    # Planning ---------------------------------------------------------------------------------------------------------
+
+    def select(self, recipe: Any, boundary: int, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Plan:
+        """Return the plan for a recipe and a backward boundary, made where there is none yet.
+
+        Parameters
+        ----------
+        recipe
+            None, one of ours, or a foreign one.
+        boundary
+            Index of the first operation that needs a backward.
+        x, params
+            Input and parameters of the call: their dtypes, devices and shapes are the structural stamp.
+        """
+        plans = self._plans
+        if not plans.fit(x, params, self._stamped):
+            plans = self._new_plans(x, params)
+        text, usable = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None), True
+        if text is None:  # not one of ours, or changed since
+            text, usable = recipe_key(recipe)
+        key = (text, boundary)
+        if not usable:
+            plans.cache.misses += 1
+            return self._make(key, recipe)
+        plan = plans.cache.get(key)
+        if plan is None:
+            with self._lock:
+                plan = plans.cache.peek(key) or plans.cache.put(key, self._make(key, recipe))
+        return plan
+
+    def _new_plans(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Plans:
+        """Start an empty cache for a new stamp; the counters go on."""
+        with self._lock:
+            old = self._plans
+            if not old.fit(x, params, self._stamped):
+                self._plans = Plans(x, params, self._stamped)
+                self._plans.cache.hits, self._plans.cache.misses = old.cache.hits, old.cache.misses
+            return self._plans
+
+    def _make(self, key: tuple[str, int], recipe: Any) -> Plan:
+        joint = fusion.apply(fusion.registry.joint, self.basic_ops, recipe)
+        forward = fusion.apply(fusion.registry.forward, joint.ops, recipe)
+        backward = fusion.apply(fusion.registry.backward, joint.ops, recipe)
+        rejections = joint.rejections + forward.rejections + backward.rejections
+        self._report(recipe, [r for r in rejections if r.wanted])
+        if recipe_kind(recipe) != "high_precision" and type(recipe).__name__ not in self._reported:
+            self._reported.add(type(recipe).__name__)
+            logger.warning("%s runs unquantised: its quantisers do not exist yet", type(recipe).__name__)
+        return Plan(
+            key,
+            fusion.locate(forward.ops, self.basic_ops),
+            fusion.locate(backward.ops, self.basic_ops),
+            rejections,
+            state_key(recipe),
+        )
+
+    def _report(self, recipe: Any, rejections: Sequence[Rejection]) -> None:
+        """Warn (the recipe demands fusion) or log (the default policy wants it), once for each set of reasons."""
+        if not rejections:
+            return
+        text = f"not fused: {'. '.join(map(str, rejections))}. cute_grouped_mlp.explain(...) shows the plan."
+        demanded = fusion_flag(recipe) is True
+        mark = f"{demanded} {text}"
+        if mark in self._reported:
+            return
+        self._reported.add(mark)
+        if demanded:
+            message = f"{type(recipe).__name__}.{FLAG} is True, but {text}"
+            warnings.warn(message, FusionFallbackWarning, stacklevel=_caller_level())
+        else:
+            logger.info(text)
+
+    def plan_cache_info(self) -> CacheInfo:
+        """Counters of the plan cache; ``misses`` is the number of plans built."""
+        return self._plans.cache.info()
+
+    def plan_cache_clear(self) -> None:
+        """Forget every plan and reset the counters."""
+        with self._lock:
+            self._plans = Plans(None, (), ())
+
+    # Recipe state -----------------------------------------------------------------------------------------------------
+
+    def reset_recipe_state(self, recipe: Any = None) -> None:
+        """Make the quantisation state of every operation anew, from nothing.
+
+        Parameters
+        ----------
+        recipe
+            The recipe to make it for; by default the next call's.
+        """
+        for op in self.basic_ops:
+            op.reset_recipe_state(recipe=None)
+        self._state_key = None
+        if recipe is not None:
+            self._reset_states(recipe, state_key(recipe))
+
+    def _reset_states(self, recipe: Any, key: tuple[Any, ...]) -> None:
+        with self._lock:
+            if self._state_key is None:
+                for op in self.basic_ops:
+                    op.pre_first_fuser_forward()
+            for op in self.basic_ops:
+                op.reset_recipe_state(recipe=recipe)
+            self._state_key = key
+            self.recipe_state_resets += 1
+
+    # A fuser belongs to its container: copies make their own.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _overrides(op: BasicOperation, method: str) -> bool:
+    return getattr(type(op), method) is not getattr(BasicOperation, method)
+
+
+def _caller_level() -> int:
+    """Return the ``stacklevel`` of the first frame outside this package and torch, seen from the warning function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE_FOLDER) and "/torch/" not in file:
+            return level
+        frame, level = frame.f_back, level + 1
+    return level

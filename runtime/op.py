@@ -1,0 +1,454 @@
+"""What an operation is: a module with a forward and a backward that the operation fuser calls.
+
+The methods and their arguments are those of Transformer Engine's fusible operations.  A basic operation owns parameters
+and state; a fused operation computes what a run of basic operations computes, and owns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .codegen.spec import KernelSpec
+from .errors import FusionError
+from .recipe_state import RecipeState, make_recipe_state
+
+if TYPE_CHECKING:
+    from .fuser import OperationFuser
+
+Tensors = Sequence["torch.Tensor | None"]
+
+
+class OperationContext:
+    """What one basic operation remembers from forward to backward; set any further attributes on it.
+
+    Attributes
+    ----------
+    requires_grad : bool
+        Whether a backward will come for this operation.
+    input_requires_grad : bool
+        Whether that backward has to return a gradient of the operation's input.
+    saved_tensors : sequence of (Tensor or None)
+        In backward: what forward passed to :meth:`save_for_backward`.
+    """
+
+    to_save: Tensors = ()
+    saved_tensors: Tensors = ()
+
+    def __init__(self, requires_grad: bool = True, input_requires_grad: bool = True) -> None:
+        self.requires_grad = requires_grad
+        self.input_requires_grad = input_requires_grad
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep tensors for backward; call it at most once, in forward."""
+        self.to_save = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"forward set no {name!r} on this operation's context")
+
+    if TYPE_CHECKING:  # any attribute may be set
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedKernel:
+    """One step of what an operation would run, for ``explain``.
+
+    Attributes
+    ----------
+    role
+        ``fprop``, ``wgrad1``, ...
+    backward
+        Whether it belongs to the backward pass.
+    spec
+        The kernel; None where plain torch runs.
+    how
+        What runs where there is no kernel.
+    """
+
+    role: str
+    backward: bool
+    spec: KernelSpec | None = None
+    how: str = "plain torch"
+
+
+class FusibleOperation(torch.nn.Module):
+    """An operation that can be part of a pipeline: a :class:`BasicOperation` or a :class:`FusedOperation`."""
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether this operation stands for a run of basic ones."""
+        raise NotImplementedError
+
+    def pre_first_fuser_forward(self) -> None:
+        """Prepare; called before the first forward of a pipeline."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Prepare; called before each forward of a pipeline."""
+
+    def get_input_quantizer(self) -> Any:
+        """Quantiser of the operation's input, or None."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """Quantiser of the gradient of the operation's output, or None."""
+        return None
+
+    def planned_kernels(
+        self, basic_op_ctxs: Sequence[OperationContext], tokens: int, basic_op_extra_inputs: Sequence[Tensors]
+    ) -> list[PlannedKernel]:
+        """List what forward and backward would run, without running it.
+
+        Parameters
+        ----------
+        basic_op_ctxs
+            Contexts that say which gradients are needed.
+        tokens
+            Rows of the input.
+        basic_op_extra_inputs
+            Extra inputs of each basic operation; None where they come from inside the pipeline.
+        """
+        name = type(self).__name__
+        backward = [PlannedKernel(name, True)] if any(ctx.requires_grad for ctx in basic_op_ctxs) else []
+        return [PlannedKernel(name, False), *backward]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Tensors],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Sequence[Tensors]]:
+        """Forward of every basic operation that this one stands for.
+
+        Parameters
+        ----------
+        basic_op_ctxs
+            One context for each basic operation.
+        input_
+            Output of the operation before.
+        basic_op_extra_inputs
+            Extra inputs of each basic operation.  An input whose producer is inside this operation is None.
+        prev_op_grad_output_quantizer, next_op_input_quantizer
+            Quantisers of the neighbours, or None.
+        basic_op_kwargs
+            Keyword arguments of the call for each basic operation.
+
+        Returns
+        -------
+        output : Tensor
+        extra_outputs : sequence of sequences of (Tensor or None)
+            Of each basic operation.  An output may be None if nobody outside this operation uses it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Tensors],
+    ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
+        """Backward of every basic operation that this one stands for.
+
+        Parameters
+        ----------
+        basic_op_ctxs
+            The contexts that forward got.
+        grad_output
+            Gradient of the operation's output.
+        basic_op_grad_extra_outputs
+            Gradients of the extra outputs of each basic operation.
+
+        Returns
+        -------
+        grad_input : Tensor or None
+        grad_params : sequence of sequences of (Tensor or None)
+            Of each basic operation, in the order of :meth:`BasicOperation.fuser_parameters`.
+        grad_extra_inputs : sequence of sequences of (Tensor or None)
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
+
+
+class BasicOperation(FusibleOperation):
+    """One operation, with its parameters and its quantisation state.
+
+    A subclass without extra inputs and outputs defines :meth:`op_forward` and :meth:`op_backward`; others set
+    ``num_extra_inputs`` or ``num_extra_outputs`` (on the class, or before ``super().__init__()``) and override
+    ``fuser_forward`` and ``fuser_backward``.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
+        self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
+        self._channels_locked = False
+        self._recipe_state: RecipeState | None = None
+        self._lone_fuser: OperationFuser | None = None
+
+    @property
+    def is_fused_op(self) -> bool:
+        """False."""
+        return False
+
+    def fuser_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters, read anew at each call, in the order in which backward returns their gradients."""
+        if self._modules:
+            return list(self.parameters())
+        return [p for p in self._parameters.values() if p is not None]
+
+    def fuser_stamp(self) -> Any:
+        """State besides device, dtypes and parameter shapes that a plan depends on; hashable."""
+        return None
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward of an operation without extra inputs and outputs: returns the output."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither op_forward nor fuser_forward")
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        """Backward of an operation without extra inputs and outputs: returns gradients of input and parameters."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither op_backward nor fuser_backward")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Tensors],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Sequence[Tensors]]:
+        """Forward through :meth:`op_forward`."""
+        self._require_no_extras("fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Tensors],
+    ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
+        """Backward through :meth:`op_backward`."""
+        self._require_no_extras("fuser_backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor | None, **kwargs: Any) -> Any:
+        """Apply the operation alone.
+
+        Parameters
+        ----------
+        input
+            Input of the operation.
+        *extra_inputs
+            Its extra inputs.
+        **kwargs
+            Keyword arguments of its forward.
+        """
+        return self.fuser(input, *extra_inputs, basic_op_kwargs=[kwargs])
+
+    @property
+    def fuser(self) -> OperationFuser:
+        """The fuser that runs this operation alone."""
+        if self._lone_fuser is None:
+            from .fuser import OperationFuser
+
+            self._lone_fuser = OperationFuser([self])
+        return self._lone_fuser
+
+    def _require_no_extras(self, method: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise FusionError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
+                f"outputs: it must override {method}"
+            )
+
+    # Channels ---------------------------------------------------------------------------------------------------------
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
+        """Take an extra input from the earlier operation whose extra output has the same channel name.
+
+        Parameters
+        ----------
+        index
+            Which extra input.
+        channel
+            Name of the channel; None: from the caller.
+
+        Raises
+        ------
+        FusionError
+            If the index or name is wrong, or a pipeline that contains the operation was already made.
+        """
+        self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Give an extra output a channel name under which later operations can take it.
+
+        Parameters
+        ----------
+        index
+            Which extra output.
+        channel
+            Name of the channel; None: only to the caller.
+        output_to_caller
+            Whether the pipeline also returns it.
+
+        Raises
+        ------
+        FusionError
+            If the index or name is wrong, or a pipeline that contains the operation was already made.
+        """
+        self._check_channel("output", index, self.num_extra_outputs, channel)
+        self._extra_output_channels[index] = channel
+        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        return self
+
+    def _check_channel(self, what: str, index: int, count: int, channel: str | None) -> None:
+        name = type(self).__name__
+        if self._channels_locked:
+            raise FusionError(f"channels of {name} are locked: a pipeline with it was already made")
+        if not 0 <= index < count:
+            raise FusionError(f"{name} has {count} extra {what}s, there is no number {index}")
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise FusionError(f"the channel of extra {what} {index} of {name} is {channel!r}; allowed: a name or None")
+
+    # Recipe state -----------------------------------------------------------------------------------------------------
+
+    def num_quantizers(self, mode: str) -> int:
+        """Return the number of quantised tensors in ``"forward"`` or ``"backward"``."""
+        return 0
+
+    @property
+    def recipe_state(self) -> RecipeState | None:
+        """Quantisation state under the recipe of the last reset; None before the first and without quantisation."""
+        return self._recipe_state
+
+    def reset_recipe_state(self, *, recipe: Any = None) -> None:
+        """Make the quantisation state anew, keeping what the old one hands over.
+
+        Parameters
+        ----------
+        recipe
+            The recipe to make it for; None: no quantisation.
+        """
+        self._recipe_state = make_recipe_state(recipe, self, self._recipe_state)
+
+    def update_recipe_state(self) -> None:
+        """Advance the recipe state; called once at the end of each backward."""
+        if self._recipe_state is not None:
+            self._recipe_state.update()
+
+    # Copies and checkpoints -------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lone_fuser": None}
+
+
+class FusedOperation(FusibleOperation):
+    """An operation that computes what a run of basic operations computes.
+
+    Made by a fusion function; reads parameters from its basic operations and keeps none.
+
+    Parameters
+    ----------
+    basic_ops
+        The operations that it stands for, in order; fused ones are expanded.
+
+    Attributes
+    ----------
+    basic_ops : ModuleList of BasicOperation
+    """
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(expand(basic_ops))
+        if not len(self.basic_ops):
+            raise FusionError(f"{type(self).__name__} stands for no basic operation")
+
+    @property
+    def is_fused_op(self) -> bool:
+        """True."""
+        return True
+
+    def get_input_quantizer(self) -> Any:
+        """Quantiser of the first basic operation's input."""
+        return expand([self])[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any:
+        """Quantiser of the gradient of the last basic operation's output."""
+        return expand([self])[-1].get_grad_output_quantizer()
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor | None,
+        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Apply the operation alone.
+
+        Parameters
+        ----------
+        input
+            Input of the first basic operation.
+        *extra_inputs
+            Extra inputs of the basic operations, in order.
+        basic_op_kwargs
+            Keyword arguments for each basic operation.
+        """
+        from .fuser import OperationFuser
+
+        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def expand(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
+    """Return the basic operations that a list of operations stands for.
+
+    Raises
+    ------
+    FusionError
+        If something in it is not an operation.
+    """
+    found: list[BasicOperation] = []
+    for op in ops:
+        if isinstance(op, FusedOperation):
+            found.extend(op.basic_ops)  # type: ignore[arg-type]  # a ModuleList made by expand()
+        elif isinstance(op, BasicOperation):
+            found.append(op)
+        else:
+            raise FusionError(f"{type(op).__name__} is not a BasicOperation or FusedOperation")
+    return tuple(found)

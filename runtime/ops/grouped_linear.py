@@ -1,0 +1,413 @@
+"""The grouped linear layer: one weight matrix for each group of consecutive rows."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import checks, grouped_gemm, kernels
+from ..errors import ConfigError
+from ..grouped_gemm import LinearShape
+from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
+
+_dummies: dict[tuple[torch.Size, torch.dtype, torch.device, bool], torch.Tensor] = {}
+
+
+class GroupedLinear(BasicOperation):
+    """y = x W_g^T + b_g for the rows of each group g.
+
+    Takes ``split_sizes`` as its extra input, (G,) int32 or int64 on the weight's device: rows of each group in order.
+    They are never read on the host where kernels run.  With ``scale_bias`` a second extra input, (T,), scales the bias
+    of each row.  Rows past the sum of the splits come out 0.
+
+    Parameters
+    ----------
+    num_groups
+        G.
+    in_features, out_features
+        Features of x and y.
+    bias
+        Whether there is a bias.
+    device, dtype
+        Of the parameters; dtype is bfloat16, float16 or float32 (float64 in plain torch).
+    single_grouped_weight
+        One parameter ``weight`` (G, out, in).  False: ``weight0`` .. ``weight{G-1}``, views of one packed storage.
+    scale_bias
+        Multiply each row's bias by the second extra input.
+    accumulate_into_main_grad
+        Write weight gradients to the parameter's ``main_grad`` (overwriting if it has ``overwrite_main_grad``), and
+        give autograd a shared dummy.
+    delay_wgrad_compute
+        Compute weight gradients in :meth:`backward_dw` instead of in backward.
+
+    Attributes
+    ----------
+    weight : Parameter (G, out, in)
+    bias : Parameter (G, out) or None
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        single_grouped_weight: bool = True,
+        scale_bias: bool = False,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        self.__dict__["num_extra_inputs"] = 2 if scale_bias and bias else 1
+        super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        problems = [f"{name} is {v!r}, allowed: a positive integer" for name, v in sizes.items() if not _positive(v)]
+        if dtype not in checks.FLOATS:
+            problems.append(f"dtype is {dtype}, allowed: a floating-point type")
+        if problems:
+            raise ConfigError(f"GroupedLinear: {'; '.join(problems)}")
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scale_bias = scale_bias and bias
+        self.single_grouped_weight = single_grouped_weight
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._delayed: deque[Callable[[], None]] = deque()
+        packed = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        if single_grouped_weight:
+            self.weight = torch.nn.Parameter(packed)
+        else:
+            for group in range(num_groups):
+                self.register_parameter(f"weight{group}", torch.nn.Parameter(packed[group]))
+        self.bias: torch.nn.Parameter | None
+        self.register_parameter(
+            "bias",
+            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None,
+        )
+        if delay_wgrad_compute:
+            for parameter in self.weights():
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        if not packed.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weights and biases as :class:`torch.nn.Linear` does: uniform within 1 / sqrt(in_features)."""
+        bound = 1.0 / math.sqrt(self.in_features)
+        for parameter in self.fuser_parameters():
+            parameter.uniform_(-bound, bound)
+
+    def extra_repr(self) -> str:
+        """Say what ``repr`` shows."""
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return the weight parameter, or the G of them."""
+        if self.single_grouped_weight:
+            return [self.weight]
+        found = self._parameters
+        return [p for g in range(self.num_groups) if (p := found[f"weight{g}"]) is not None]
+
+    def fuser_parameters(self) -> list[torch.nn.Parameter]:
+        """Weights, then the bias if there is one."""
+        own = self._parameters  # past nn.Module's attribute protocol: this runs at each call
+        found = [own["weight"]] if self.single_grouped_weight else self.weights()
+        if own["bias"] is not None:
+            found.append(own["bias"])
+        return found  # type: ignore[return-value]  # a weight is never None
+
+    def is_packed(self) -> bool:
+        """Whether the weights lie in one storage in order, so that they are one (G, out, in) tensor."""
+        weights = self.weights()
+        if len(weights) == 1:
+            return weights[0].is_contiguous()
+        first, step = weights[0], weights[0].numel() * weights[0].element_size()
+        storage = first.untyped_storage().data_ptr()
+        return all(
+            w.is_contiguous()
+            and w.dtype == first.dtype
+            and w.untyped_storage().data_ptr() == storage
+            and w.data_ptr() == first.data_ptr() + group * step
+            for group, w in enumerate(weights)
+        )
+
+    def fuser_stamp(self) -> Any:
+        """Packed or not: a plan for packed weights cannot run on others."""
+        return None if self.single_grouped_weight else self.is_packed()
+
+    def packed_weight(self) -> torch.Tensor:
+        """Return the weights as one (G, out, in) tensor: a view where they are packed, else a copy."""
+        if self.single_grouped_weight:
+            return self.weight
+        weights = self.weights()
+        if not self.is_packed():
+            return torch.stack([w.detach() for w in weights])
+        shape = (self.num_groups, self.out_features, self.in_features)
+        step = self.out_features * self.in_features
+        return weights[0].detach().as_strided(shape, (step, self.in_features, 1))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not self.single_grouped_weight and not self.is_packed() and not self.weights()[0].is_meta:
+            packed = self.packed_weight()  # .to() moved each weight alone: pack them again
+            for weight, view in zip(self.weights(), packed, strict=True):
+                weight.data = view
+        return self
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def shape(self, dtype: torch.dtype) -> LinearShape:
+        """Shape of the layer, to compute in a type."""
+        return LinearShape(
+            self.num_groups, self.in_features, self.out_features, dtype, self.fuser_parameters()[0].device
+        )
+
+    def input_problems(self, x: torch.Tensor, extra: Tensors, dtype: torch.dtype) -> list[str]:
+        """Say what is wrong with the operation's inputs."""
+        device = self.fuser_parameters()[0].device
+        problems = checks.input_problems(x, self.in_features, dtype, device)
+        problems += checks.splits_problems(extra[0], self.num_groups, device)
+        if self.scale_bias:
+            problems += checks.rows_problems("scale", extra[1], x.shape[:-1], device)
+        return problems
+
+    def planned_kernels(
+        self, basic_op_ctxs: Sequence[OperationContext], tokens: int, basic_op_extra_inputs: Sequence[Tensors]
+    ) -> list[PlannedKernel]:
+        """List the grouped GEMMs that the operation would run."""
+        ctx = basic_op_ctxs[0]
+        dtype = kernels.autocast_dtype(self.fuser_parameters()[0].device) or self.weights()[0].dtype
+        gemm = grouped_gemm.choose(self.shape(dtype))
+        scale = basic_op_extra_inputs[0][1] if self.scale_bias else None
+        scale_dtype = None if scale is None else scale.dtype
+        scale_grad = scale is not None and scale.requires_grad
+        target = self.main_grad_target()
+        wgrad = (dtype, False) if target is None else (target[0].dtype, target[1])
+        wanted: dict[str, tuple[bool, tuple[object, ...]]] = {
+            "fprop": (True, (self.bias is not None, scale_dtype)),
+            "dgrad": (ctx.input_requires_grad, ()),
+            "wgrad": (any(w.requires_grad for w in self.weights()), wgrad),
+            "bias_grad": (scale_grad or (self.bias is not None and self.bias.requires_grad), (scale_dtype, scale_grad)),
+            "reduce": (scale_grad, (scale_dtype,)),
+        }
+        return [
+            PlannedKernel(role, role != "fprop", gemm.spec_of(role, tokens, *variant), gemm.name)
+            for role, (wants, variant) in wanted.items()
+            if wants and (ctx.requires_grad or role == "fprop")
+        ]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Tensors],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Sequence[Tensors]]:
+        """One grouped GEMM; ``output=`` and ``grad_input=`` name buffers of the caller."""
+        ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[0]
+        buffers = take_buffers(self, basic_op_kwargs[0])
+        w, bias = self.packed_weight(), self.bias
+        x, dtype = cast_for_autocast(input_, w.dtype)
+        checks.require(type(self).__name__, self.input_problems(x, extra, dtype))
+        sizes, scale = extra[0], (extra[1] if self.scale_bias else None)
+        assert sizes is not None
+        x = x.reshape(-1, self.in_features)
+        w = w.to(dtype)
+        gemm = grouped_gemm.choose(self.shape(dtype))
+        rows = None if scale is None else scale.reshape(-1)
+        y = gemm.fprop(x, w, sizes, None if bias is None else bias.to(dtype), rows)
+        shape = (*input_.shape[:-1], self.out_features)
+        y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y.view(shape))
+        if ctx.requires_grad:
+            ctx.gemm, ctx.grad_input, ctx.input_shape = gemm, buffers["grad_input"], input_.shape
+            ctx.weight_requires_grad = any(p.requires_grad for p in self.weights())
+            ctx.bias_requires_grad = bias is not None and bias.requires_grad
+            ctx.scale_requires_grad = scale is not None and scale.requires_grad
+            ctx.save_for_backward(
+                x if ctx.weight_requires_grad else None,
+                w if ctx.input_requires_grad else None,
+                bias if ctx.scale_requires_grad else None,
+                sizes,
+                scale,
+            )
+        return y, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Tensors],
+    ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
+        """Only the passes whose results are needed."""
+        ctx = basic_op_ctxs[0]
+        x, w, bias, sizes, scale = ctx.saved_tensors
+        assert sizes is not None
+        gemm: grouped_gemm.GroupedGemm = ctx.gemm
+        dy = grad_output.reshape(-1, self.out_features)
+        dx = dw = dbias = dscale = None
+        if ctx.input_requires_grad and w is not None:
+            dx = gemm.dgrad(dy.to(w.dtype), w, sizes).view(ctx.input_shape)
+            dx = checks.into_buffer(type(self).__name__, "grad_input", ctx.grad_input, dx)
+        if ctx.weight_requires_grad and x is not None:
+            operands = (dy.to(x.dtype), x, sizes)
+            dw = self.weight_gradient(lambda out, accumulate: gemm.wgrad(*operands, out, accumulate))
+        if ctx.bias_requires_grad or ctx.scale_requires_grad:
+            rows = None if scale is None else scale.reshape(-1)
+            dbias, dscale = gemm.bias_grad(dy, sizes, rows, None if bias is None else bias.to(dy.dtype))
+            if dscale is not None and scale is not None:
+                dscale = dscale.view(scale.shape)
+        grads = self.parameter_gradients(dw, dbias if ctx.bias_requires_grad else None)
+        return dx, [grads], [(None, dscale) if self.scale_bias else (None,)]
+
+    # Gradients of parameters ------------------------------------------------------------------------------------------
+
+    def parameter_gradients(
+        self, dw: torch.Tensor | Sequence[torch.Tensor | None] | None, dbias: torch.Tensor | None
+    ) -> list[torch.Tensor | None]:
+        """Gradients in the order of :meth:`fuser_parameters`."""
+        grads: list[torch.Tensor | None]
+        if self.single_grouped_weight:
+            grads = [dw if dw is None or isinstance(dw, torch.Tensor) else dw[0]]
+        else:
+            grads = [None] * self.num_groups if dw is None else list(dw)
+        return grads if self.bias is None else [*grads, dbias]
+
+    def weight_gradient(
+        self, compute: Callable[[torch.Tensor | None, bool], torch.Tensor]
+    ) -> torch.Tensor | Sequence[torch.Tensor | None] | None:
+        """Say what autograd gets for the weights: their gradient, a dummy, or nothing yet.
+
+        Parameters
+        ----------
+        compute
+            ``compute(out, accumulate)`` runs wgrad: into ``out`` (G, out, in), or into a new tensor that it returns.
+        """
+        if self.delay_wgrad_compute:
+            self._delayed.append(lambda: self._finish_wgrad(compute))
+            return self._dummies() if self.accumulate_into_main_grad else None
+        if not self.accumulate_into_main_grad:
+            return compute(None, False)
+        self._into_main_grad(compute)
+        return self._dummies()
+
+    def need_backward_dw(self) -> bool:
+        """Whether :meth:`backward_dw` has to be called."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the oldest backward that still waits for it, on the current stream."""
+        if self._delayed:
+            self._delayed.popleft()()
+
+    @torch.no_grad()
+    def _finish_wgrad(self, compute: Callable[[torch.Tensor | None, bool], torch.Tensor]) -> None:
+        if self.accumulate_into_main_grad:
+            self._into_main_grad(compute)
+            return
+        dw = compute(None, False)
+        for weight, part in zip(self.weights(), self._parts(dw), strict=True):
+            part = part.to(weight.dtype)
+            weight.grad = part if weight.grad is None else weight.grad + part
+
+    @torch.no_grad()
+    def _into_main_grad(self, compute: Callable[[torch.Tensor | None, bool], torch.Tensor]) -> None:
+        direct = self.main_grad_target()
+        if direct is not None:
+            compute(*direct)
+            return
+        dw = compute(None, False)
+        for weight, part in zip(self.weights(), self._parts(dw), strict=True):
+            target = self._main_grad(weight).view(part.shape)
+            if getattr(weight, "overwrite_main_grad", False):
+                target.copy_(part)
+            else:
+                target.add_(part)
+
+    def main_grad_target(self) -> tuple[torch.Tensor, bool] | None:
+        """Return the ``main_grad`` that wgrad can write to directly, (G, out, in), and whether it accumulates."""
+        if not (self.accumulate_into_main_grad and self.single_grouped_weight):
+            return None
+        main_grad = self._main_grad(self.weight)
+        aligned = main_grad.is_contiguous() and main_grad.data_ptr() % 16 == 0
+        if not aligned or main_grad.dtype not in (torch.float32, self.weight.dtype):
+            return None
+        shape = (self.num_groups, self.out_features, self.in_features)
+        return main_grad.view(shape), not getattr(self.weight, "overwrite_main_grad", False)
+
+    def _main_grad(self, weight: torch.Tensor) -> torch.Tensor:
+        main_grad = getattr(weight, "main_grad", None)
+        if isinstance(main_grad, torch.Tensor) and main_grad.numel() == weight.numel():
+            return main_grad
+        got = f"one of shape {tuple(main_grad.shape)}" if isinstance(main_grad, torch.Tensor) else repr(main_grad)
+        raise ConfigError(
+            "GroupedLinear(accumulate_into_main_grad=True) needs a tensor main_grad of shape "
+            f"{tuple(weight.shape)} on each weight, got {got}"
+        )
+
+    def _parts(self, dw: torch.Tensor) -> list[torch.Tensor]:
+        return [dw] if self.single_grouped_weight else list(dw)
+
+    def _dummies(self) -> list[torch.Tensor | None]:
+        """Return the shared dummy gradients that tell data-parallel hooks to leave ``main_grad`` alone."""
+        grads: list[torch.Tensor | None] = []
+        for weight in self.weights():
+            if not hasattr(weight, "grad_added_to_main_grad"):
+                grads.append(None)
+                continue
+            weight.grad_added_to_main_grad = True
+            grads.append(_dummy(weight, zero=bool(getattr(weight, "zero_out_wgrad", False))))
+        return grads
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_delayed": deque()}
+
+
+def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
+    key = (weight.shape, weight.dtype, weight.device, zero)
+    found = _dummies.get(key)
+    if found is None:
+        found = _dummies.setdefault(key, torch.zeros_like(weight) if zero else torch.empty_like(weight))
+    return found
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def take_buffers(op: BasicOperation, kwargs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+    """Return the caller's ``output`` and ``grad_input`` buffers.
+
+    Raises
+    ------
+    TypeError
+        If there is another keyword.
+    """
+    unknown = sorted(set(kwargs) - {"output", "grad_input"})
+    if unknown:
+        raise TypeError(f"{type(op).__name__} takes the keywords output and grad_input, got {', '.join(unknown)}")
+    return {"output": kwargs.get("output"), "grad_input": kwargs.get("grad_input")}
+
+
+def cast_for_autocast(x: torch.Tensor, weight_dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
+    """Return the input and the type to compute in: that of ``torch.autocast`` where it is on, else the weight's."""
+    dtype = kernels.autocast_dtype(x.device)
+    return (x, weight_dtype) if dtype is None else (x.to(dtype), dtype)

@@ -1,0 +1,112 @@
+"""The fusions of this package: which runs of operations become which fused operation, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import kernels
+from .codegen.spec import NUMERICS
+from .config import settings
+from .fusion import Fusion, Match, Rejection, register_forward_backward_fusion, sweep
+from .grouped_mlp import LAYOUTS, NAME, FusedGroupedMLP
+from .op import FusibleOperation
+from .ops.activation import ScaledActivation
+from .ops.grouped_linear import GroupedLinear
+from .recipe import FLAG, fusion_flag, recipe_kind
+
+
+def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> Fusion:
+    """Replace every GroupedLinear, activation, GroupedLinear that the kernels can run.
+
+    Parameters
+    ----------
+    ops
+        The pipeline.
+    recipe
+        The recipe in force, or None.
+    """
+    found = sweep(ops, 3, lambda run: _attempt(run, recipe))
+    if len(found.ops) == len(ops) and not found.rejections and sum(isinstance(op, GroupedLinear) for op in ops) > 1:
+        names = ", ".join(type(op).__name__ for op in ops)
+        return Fusion(
+            found.ops, (Rejection(NAME, (f"it takes GroupedLinear, activation, GroupedLinear; got {names}",)),)
+        )
+    return found
+
+
+def _attempt(run: Sequence[FusibleOperation], recipe: Any) -> Match | Rejection | None:
+    fc1, activation, fc2 = run
+    if not (
+        isinstance(fc1, GroupedLinear) and isinstance(activation, ScaledActivation) and isinstance(fc2, GroupedLinear)
+    ):
+        return None
+    flag = fusion_flag(recipe)
+    if flag is False:
+        return Rejection(NAME, (f"recipe.{FLAG} is False",), wanted=False)
+    if flag is None and not settings.fuse:
+        return Rejection(NAME, (f"settings.fuse is off and recipe.{FLAG} is None",), wanted=False)
+    device = fc1.fuser_parameters()[0].device
+    dtype = kernels.autocast_dtype(device) or fc1.weights()[0].dtype
+    reasons = conditions(fc1, activation, fc2, recipe, dtype)
+    if reasons:
+        return Rejection(NAME, reasons)
+    return Match(FusedGroupedMLP(fc1, activation, fc2, dtype))
+
+
+def conditions(
+    fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear, recipe: Any, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Every condition of the fusion that is not met.
+
+    Parameters
+    ----------
+    fc1, activation, fc2
+        The run of operations.
+    recipe
+        The recipe in force, or None.
+    dtype
+        Type to compute in.
+    """
+    device = fc1.fuser_parameters()[0].device
+    problems = list(kernels.provider().unsupported(device))
+    kind = recipe_kind(recipe)
+    if kind != "high_precision":
+        problems.append(f"there are no kernels for the recipe {type(recipe).__name__} yet")
+    numerics = NUMERICS.get(kernels.NUMERICS_OF.get(dtype, ""))
+    if numerics is None:
+        problems.append(f"kernels take bfloat16 and float16, the type is {dtype}")
+    factor = 2 if activation.glu else 1
+    if fc1.num_groups != fc2.num_groups:
+        problems.append(f"FC1 has {fc1.num_groups} groups, FC2 has {fc2.num_groups}")
+    if fc1.out_features != factor * fc2.in_features:
+        problems.append(
+            f"FC1 has {fc1.out_features} output features, {activation.activation} of FC2's {fc2.in_features} input "
+            f"features needs {factor * fc2.in_features}"
+        )
+    if fc2.out_features != fc1.in_features:
+        problems.append(f"FC2 has {fc2.out_features} output features, FC1 has {fc1.in_features} input features")
+    alignment = 8 if numerics is None else numerics.alignment
+    for name, size in (("hidden size", fc1.in_features), ("ffn size", fc2.in_features)):
+        if size % alignment:
+            problems.append(f"the {name} is {size}, kernels need a multiple of {alignment}")
+    interleave = activation.glu_interleave_size
+    if interleave not in LAYOUTS:
+        problems.append(f"glu_interleave_size is {interleave}, kernels take None and 32")
+    elif interleave is not None and fc2.in_features % interleave:
+        problems.append(f"the ffn size is {fc2.in_features}, not a multiple of glu_interleave_size {interleave}")
+    if fc1.scale_bias:
+        problems.append("FC1 scales its bias, which only FC2's kernels do")
+    for name, fc in (("FC1", fc1), ("FC2", fc2)):
+        if not fc.is_packed():
+            problems.append(f"{name}'s weights are not one packed storage any more")
+        if fc.fuser_parameters()[0].device != device:
+            problems.append(f"{name} is on {fc.fuser_parameters()[0].device}, FC1 on {device}")
+    if any(w.dtype != fc1.weights()[0].dtype for w in fc2.weights()) and kernels.autocast_dtype(device) is None:
+        problems.append(f"FC1 is {fc1.weights()[0].dtype}, FC2 is {fc2.weights()[0].dtype}")
+    return tuple(problems)
+
+
+register_forward_backward_fusion(fuse_grouped_mlp)

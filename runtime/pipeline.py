@@ -1,0 +1,215 @@
+"""A planned pipeline as one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import kernels
+from .channels import Routing
+from .config import settings
+from .errors import FusionError
+from .fusion import Rejection
+from .op import BasicOperation, FusibleOperation, OperationContext
+
+LocatedOps = list[tuple[FusibleOperation, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What a pipeline runs.
+
+    Attributes
+    ----------
+    key
+        Recipe text and backward boundary.
+    forward_ops, backward_ops
+        Operations with the indices of the basic operations that each stands for, both in forward order.
+    rejections
+        Why fusions were not used.
+    state_key
+        What recipe state depends on.
+    """
+
+    key: tuple[str, int]
+    forward_ops: LocatedOps
+    backward_ops: LocatedOps
+    rejections: tuple[Rejection, ...]
+    state_key: tuple[Any, ...]
+
+    @property
+    def boundary(self) -> int:
+        """Index of the first basic operation that needs a backward; the number of operations if none does."""
+        return self.key[1]
+
+
+class Call:
+    """Everything that one run of a pipeline needs besides its tensors."""
+
+    __slots__ = ("counts", "kwargs", "ops", "plan", "routing", "x_requires_grad")
+
+    def __init__(
+        self,
+        plan: Plan,
+        ops: tuple[BasicOperation, ...],
+        routing: Routing,
+        kwargs: Sequence[dict[str, Any]],
+        counts: list[int],
+        x_requires_grad: bool,
+    ) -> None:
+        self.plan = plan
+        self.ops = ops
+        self.routing = routing
+        self.kwargs = kwargs
+        self.counts = counts
+        self.x_requires_grad = x_requires_grad
+
+
+class Pipeline(torch.autograd.Function):
+    """A whole pipeline as one node: forward and backward may be fused differently."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call, *tensors: torch.Tensor | None) -> Any:
+        """Run the plan's forward operations; ``ctx`` is None where no backward will come."""
+        plan, ops, routing = call.plan, call.ops, call.routing
+        boundary = plan.key[1]
+        contexts = make_contexts(len(ops), boundary, call.x_requires_grad)
+        extra_inputs = routing.distribute(tensors[len(tensors) - len(routing.inputs) :])
+        extra_outputs: dict[int, Sequence[torch.Tensor | None]] = {}
+
+        for op, indices in plan.forward_ops:
+            first, last = indices[0], indices[-1]
+            if not routing.simple:
+                _receive(routing, indices, extra_inputs, extra_outputs)
+            x, produced = op.fuser_forward(
+                contexts[first : last + 1],
+                x,
+                basic_op_extra_inputs=extra_inputs[first : last + 1],
+                prev_op_grad_output_quantizer=ops[first - 1].get_grad_output_quantizer() if first else None,
+                next_op_input_quantizer=ops[last + 1].get_input_quantizer() if last + 1 < len(ops) else None,
+                basic_op_kwargs=call.kwargs[first : last + 1],
+            )
+            if not routing.simple:
+                _check_outputs(ops, routing, op, indices, produced)
+                for index, tensors_of_op in zip(indices, produced, strict=True):
+                    extra_outputs[index] = tensors_of_op
+                    if ctx is not None and index >= boundary:
+                        _require_grad_inside(routing, index, tensors_of_op)
+
+        if ctx is not None:
+            saved: list[torch.Tensor | None] = []
+            ends = []
+            for context in contexts:
+                saved += context.to_save
+                context.to_save = ()
+                ends.append(len(saved))
+            ctx.save_for_backward(*saved)
+            ctx.call, ctx.contexts, ctx.ends = call, contexts, ends
+        if routing.outputs:
+            public = [extra_outputs[index][slot] for index, slot in routing.outputs]
+            if ctx is not None:
+                ctx.mark_non_differentiable(*[t for t in public if t is not None and not t.is_floating_point()])
+            return (x, *public)
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *grad_outputs: torch.Tensor | None) -> Any:
+        """Run the plan's backward operations, the plan being the one that forward ran with."""
+        call: Call = ctx.call
+        contexts: list[OperationContext] = ctx.contexts
+        ops, routing, boundary = call.ops, call.routing, call.plan.key[1]
+        saved, start = ctx.saved_tensors, 0
+        for context, end in zip(contexts, ctx.ends, strict=True):
+            context.saved_tensors = saved[start:end]
+            start = end
+        extra_grads: list[list[torch.Tensor | None]] = [[None] * op.num_extra_outputs for op in ops]
+        for (index, slot), extra in zip(routing.outputs, grad_outputs, strict=True):
+            extra_grads[index][slot] = extra
+        param_grads: list[Sequence[torch.Tensor | None]] = [(None,) * count for count in call.counts]
+        input_grads: dict[tuple[int, int], torch.Tensor | None] = {}
+
+        grad_input: torch.Tensor | None = grad
+        for op, indices in reversed(call.plan.backward_ops):
+            first, last = indices[0], indices[-1]
+            if last < boundary:
+                grad_input = None
+                break
+            if grad_input is None:
+                raise FusionError(f"{type(op).__name__} needs a gradient that the operation after it did not return")
+            grad_input, of_params, of_inputs = op.fuser_backward(
+                contexts[first : last + 1], grad_input, basic_op_grad_extra_outputs=extra_grads[first : last + 1]
+            )
+            for index, param_grad, input_grad in zip(indices, of_params, of_inputs, strict=True):
+                param_grads[index] = tuple(param_grad)
+                contexts[index].saved_tensors = ()
+                for slot, tensor in enumerate(input_grad):
+                    source = routing.sources.get((index, slot))
+                    if source is None:
+                        input_grads[index, slot] = tensor
+                    elif tensor is not None and source[0] not in indices:
+                        before = extra_grads[source[0]][source[1]]
+                        extra_grads[source[0]][source[1]] = tensor if before is None else before + tensor
+
+        for index, (op_grads, count) in enumerate(zip(param_grads, call.counts, strict=True)):
+            if len(op_grads) != count:
+                raise FusionError(
+                    f"{type(ops[index]).__name__} (operation {index}) returned {len(op_grads)} parameter gradients, "
+                    f"it has {count} parameters"
+                )
+        if call.plan.state_key[0] != "high_precision":
+            for updated in ops[boundary:]:
+                updated.update_recipe_state()
+        if settings.debug_checks:
+            kernels.provider().check_status(grad.device)
+        flat = [tensor for op_grads in param_grads for tensor in op_grads]
+        return (grad_input, None, *flat, *[input_grads.get(slot) for slot in routing.inputs])
+
+
+def make_contexts(count: int, boundary: int, x_requires_grad: bool) -> list[OperationContext]:
+    """Make a context for each basic operation, which says whether gradients of it and of its input are needed."""
+    return [
+        OperationContext(index >= boundary, index > boundary or (index == 0 and x_requires_grad))
+        for index in range(count)
+    ]
+
+
+def _receive(
+    routing: Routing,
+    indices: tuple[int, ...],
+    extra_inputs: list[list[torch.Tensor | None]],
+    extra_outputs: dict[int, Sequence[torch.Tensor | None]],
+) -> None:
+    """Fill the extra inputs whose producers ran before; those inside the same fused operation stay None."""
+    for (index, slot), (producer, output) in routing.sources.items():
+        if index in indices and producer not in indices:
+            extra_inputs[index][slot] = extra_outputs[producer][output]
+
+
+def _check_outputs(
+    ops: Sequence[BasicOperation], routing: Routing, op: FusibleOperation, indices: tuple[int, ...], produced: Any
+) -> None:
+    """Raise FusionError unless an operation returned every extra output that somebody outside it needs."""
+    name = type(op).__name__
+    if len(produced) != len(indices):
+        raise FusionError(f"{name} returned extra outputs of {len(produced)} operations, it stands for {len(indices)}")
+    for index, tensors in zip(indices, produced, strict=True):
+        if len(tensors) != ops[index].num_extra_outputs:
+            raise FusionError(
+                f"{name} returned {len(tensors)} extra outputs for operation {index}, which has "
+                f"{ops[index].num_extra_outputs}"
+            )
+        for slot, tensor in enumerate(tensors):
+            outside = any(consumer not in indices for consumer, _ in routing.consumers.get((index, slot), ()))
+            if tensor is None and (outside or (index, slot) in routing.outputs):
+                raise FusionError(f"{name} returned None for extra output {slot} of operation {index}, which is used")
+
+
+def _require_grad_inside(routing: Routing, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Mark channel tensors, so that their consumers see that a gradient is wanted."""
+    for slot, tensor in enumerate(tensors):
+        if tensor is not None and (index, slot) in routing.consumers and tensor.is_floating_point():
+            tensor.requires_grad_(True)

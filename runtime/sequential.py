@@ -1,0 +1,196 @@
+"""A container that runs neighbouring operations as one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .errors import FusionError, ShapeError
+from .fuser import OperationFuser
+from .op import BasicOperation, FusibleOperation, expand
+
+
+class Sequential(torch.nn.Module):
+    """Modules one after the other, as in :class:`torch.nn.Sequential`, with neighbouring operations planned together.
+
+    Extra inputs are passed after the input, in operation order; extra outputs come after the output.
+
+    Parameters
+    ----------
+    *modules
+        Operations or any other modules, or one mapping from names to them.
+    """
+
+    def __init__(self, *modules: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self._groups: list[OperationFuser | torch.nn.Module] = []
+        self._grouped: tuple[torch.nn.Module | None, ...] | None = None
+        self._num_extra_inputs = 0
+        for module in modules:
+            if isinstance(module, torch.nn.Module):
+                self.append(module)
+            elif len(modules) == 1:
+                for name, named in module.items():
+                    self.add_module(name, named)
+            else:
+                raise TypeError(f"Sequential takes modules, or one mapping; got {type(module).__name__}")
+
+    # Container --------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter([m for m in self._modules.values() if m is not None])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Sequential(*list(self)[index])
+        return list(self)[index]
+
+    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
+        self._modules[list(self._modules)[index]] = module
+
+    def __delitem__(self, index: int | slice) -> None:
+        names = list(self._modules)[index]
+        for name in [names] if isinstance(names, str) else names:
+            del self._modules[name]
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        """Add a module at the end."""
+        numbers = [int(name) for name in self._modules if name.isdigit()]
+        self.add_module(str(max(numbers, default=-1) + 1), module)
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        """Add modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        """Put a module before the one at ``index``; the modules behind it move on by one name."""
+        modules = list(self)
+        modules.insert(index, module)
+        self.append(module)
+        for name, moved in zip(list(self._modules), modules, strict=True):
+            self._modules[name] = moved
+        return self
+
+    def pop(self, index: int) -> torch.nn.Module:
+        """Remove a module and return it."""
+        module: torch.nn.Module = self[index]
+        del self[index]
+        return module
+
+    # Pipelines --------------------------------------------------------------------------------------------------------
+
+    def _module_groups(self) -> list[OperationFuser | torch.nn.Module]:
+        """Return the modules with neighbouring operations grouped; made anew after any change of the modules."""
+        modules = tuple(self._modules.values())
+        if modules == self._grouped:
+            return self._groups
+        groups: list[OperationFuser | torch.nn.Module] = []
+        run: list[FusibleOperation] = []
+        for module in (*modules, None):
+            if isinstance(module, FusibleOperation):
+                run.append(module)
+                continue
+            if run:
+                groups.append(OperationFuser(run))
+                run = []
+            if module is not None:
+                groups.append(module)
+        self._groups, self._grouped = groups, modules
+        self._num_extra_inputs = sum(g.num_extra_inputs for g in groups if isinstance(g, OperationFuser))
+        return groups
+
+    @property
+    def fusers(self) -> tuple[OperationFuser, ...]:
+        """The fusers of the runs of operations, in order."""
+        return tuple(group for group in self._module_groups() if isinstance(group, OperationFuser))
+
+    @property
+    def fuser(self) -> OperationFuser:
+        """The only fuser.
+
+        Raises
+        ------
+        FusionError
+            If there is none, or more than one.
+        """
+        fusers = self.fusers
+        if len(fusers) != 1:
+            raise FusionError(f"there are {len(fusers)} fusers in this Sequential; use .fusers")
+        return fusers[0]
+
+    def reset_recipe_state(self) -> None:
+        """Forget the quantisation state of every operation; the next call makes it anew."""
+        for fuser in self.fusers:
+            fuser.reset_recipe_state()
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor | None,
+        op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the modules.
+
+        Parameters
+        ----------
+        input
+            Input of the first module.
+        *extra_inputs
+            Extra inputs of the operations, in operation order.
+        op_kwargs
+            Keyword arguments for operations, by operation or by index in this container.
+
+        Returns
+        -------
+        Tensor or tuple
+            The output, followed by the public extra outputs if there are any.
+
+        Raises
+        ------
+        ShapeError
+            If the number of extra inputs is wrong.
+        """
+        groups = self._module_groups()
+        if len(extra_inputs) != self._num_extra_inputs:
+            takers = [f"{type(op).__name__}: {op.num_extra_inputs}" for f in self.fusers for op in f.basic_ops]
+            raise ShapeError(
+                f"got {len(extra_inputs)} extra inputs, expected {self._num_extra_inputs} ({', '.join(takers)})"
+            )
+        kwargs = self._kwargs_by_op(op_kwargs) if op_kwargs else None
+        x: Any = input
+        outputs: list[Any] = []
+        at = 0
+        for group in groups:
+            if not isinstance(group, OperationFuser):
+                x = group(x)
+                continue
+            extra = extra_inputs[at : at + group.num_extra_inputs]
+            at += group.num_extra_inputs
+            of_group = None if kwargs is None else [kwargs.get(id(op), {}) for op in group.basic_ops]
+            x = group(x, *extra, basic_op_kwargs=of_group)
+            if isinstance(x, tuple):
+                outputs.extend(x[1:])
+                x = x[0]
+        return (x, *outputs) if outputs else x
+
+    def _kwargs_by_op(self, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        members = {id(op) for module in self if isinstance(module, FusibleOperation) for op in expand([module])}
+        by_op: dict[int, dict[str, Any]] = {}
+        for key, kwargs in op_kwargs.items():
+            op = self[key] if isinstance(key, int) else key
+            if id(op) not in members:
+                name = f"{type(op).__name__} ({key})" if isinstance(key, int) else type(op).__name__
+                raise FusionError(f"op_kwargs names {name}, which is not a basic operation of this Sequential")
+            by_op[id(op)] = kwargs
+        return by_op
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_groups": [], "_grouped": None}

@@ -1,0 +1,210 @@
+"""Can the grouped path run natively?  Two predicates: for a lone GroupedLinear, and inside a pipeline.
+
+Emulation is another question (design.md, section 5).  Answers are cached under exactly what they were computed from:
+the recipe's class and the settings of it that each predicate reads, dtype, split alignment, device, and
+``settings.sm100``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol, cast
+
+import torch
+
+from . import kernels
+from .caching import CacheInfo
+from .codegen.spec import NUMERICS, Arch
+from .config import settings
+from .errors import ConfigError
+from .recipe import class_kind
+
+_SM100 = (10, 0), (10, 3)
+#: Kind of recipe, and dtype -> key of NUMERICS whose kernels run it natively, by architecture.
+_NATIVE: dict[Arch, dict[tuple[str, torch.dtype], str]] = {
+    Arch.SM90A: {("high_precision", dtype): name for dtype, name in kernels.NUMERICS_OF.items() if name in NUMERICS},
+    Arch.SM100A: {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """An answer: true, or false with every reason.
+
+    Attributes
+    ----------
+    reasons
+        Why not; empty if supported.
+    """
+
+    reasons: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return "supported" if self else "not supported: " + "; ".join(self.reasons)
+
+
+class Predicate(Protocol):
+    """A support check whose answers are kept."""
+
+    uncached: Callable[..., Support]
+    cache_info: Callable[[], CacheInfo]
+    cache_clear: Callable[[], None]
+    __name__: str
+
+    def __call__(
+        self,
+        recipe: Any,
+        dtype: torch.dtype,
+        *,
+        split_alignment: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Support:
+        """See the predicate's own documentation."""
+        ...
+
+
+class _Readers(dict[type, "Callable[[Any], Any]"]):
+    """Class of a recipe -> function that reads the settings that a predicate looks at."""
+
+    def __init__(self, names_of: Callable[[str], tuple[str, ...]]) -> None:
+        self._names_of = names_of
+
+    def __missing__(self, cls: type) -> Callable[[Any], Any]:
+        names = self._names_of("high_precision" if cls is type(None) else class_kind(cls))
+        self[cls] = reader = attrgetter(*names) if names else _reads_nothing
+        return reader
+
+
+def _reads_nothing(recipe: Any) -> None:
+    return None
+
+
+def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]) -> Predicate:
+    """Make a predicate that reads the settings ``names_of(kind)`` of a recipe of a kind.
+
+    The answer is a function of the key alone, so a lookup costs a hit of ``functools.lru_cache`` and little more.
+    """
+    readers = _Readers(names_of)
+
+    def answer(
+        cls: type, read: Any, dtype: torch.dtype, split_alignment: int | None, device: torch.device, sm100: str
+    ) -> Support:
+        kind = "high_precision" if cls is type(None) else class_kind(cls)
+        names = names_of(kind)
+        values = dict(zip(names, (read,) if len(names) == 1 else read or (), strict=True))
+        return _answer(kind, cls, values, dtype, split_alignment, device, sm100)
+
+    lookup = functools.lru_cache(maxsize=1024)(answer)
+
+    def predicate(
+        recipe: Any,
+        dtype: torch.dtype,
+        *,
+        split_alignment: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Support:
+        if device.__class__ is not torch.device or device.index is None:
+            device = _resolve(device)
+        cls = recipe.__class__
+        return lookup(cls, readers[cls](recipe), dtype, split_alignment, device, settings.sm100)
+
+    def uncached(
+        recipe: Any,
+        dtype: torch.dtype,
+        *,
+        split_alignment: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Support:
+        cls = recipe.__class__
+        return answer(cls, readers[cls](recipe), dtype, split_alignment, _resolve(device), settings.sm100)
+
+    found = cast(Predicate, predicate)
+    found.uncached = uncached
+    found.cache_info = lambda: CacheInfo(*lookup.cache_info())
+    found.cache_clear = lookup.cache_clear
+    found.__name__ = found.__qualname__ = name
+    found.__doc__ = _DOC.format(where=where)
+    return found
+
+
+def _answer(
+    kind: str,
+    cls: type,
+    read: dict[str, Any],
+    dtype: torch.dtype,
+    split_alignment: int | None,
+    device: torch.device,
+    sm100: str,
+) -> Support:
+    """Collect the reasons against native kernels."""
+    if split_alignment is not None and (not isinstance(split_alignment, int) or split_alignment < 1):
+        raise ConfigError(f"split_alignment is {split_alignment!r}; allowed: None or a positive integer")
+    name = "no recipe" if cls is type(None) else cls.__name__
+    reasons = [f"{name} with {setting}={value!r} has no grouped path" for setting, value in read.items() if value]
+    if dtype not in kernels.NUMERICS_OF:
+        reasons.append(f"kernels take bfloat16 and float16, the type is {dtype}")
+    if device.type != "cuda":
+        return Support((*reasons, f"kernels need a CUDA device, this is {device}"))
+    capability = torch.cuda.get_device_capability(device)
+    arch = Arch.SM90A if capability == (9, 0) else Arch.SM100A if capability in _SM100 else None
+    if arch is None:
+        reasons.append(f"compute capability is {capability[0]}.{capability[1]}, kernels exist for 9.0")
+    elif dtype in kernels.NUMERICS_OF and (kind, dtype) not in _NATIVE[arch]:
+        reasons.append(f"there are no native {arch.value} kernels for {name} yet")
+    elif arch is Arch.SM100A and sm100 != "unverified":
+        reasons.append("SM100 kernels never ran; settings.sm100 = 'unverified' allows them")
+    return Support(tuple(reasons))
+
+
+def _resolve(device: torch.device | str | int | None) -> torch.device:
+    """Return a device with its index; the current one, asked for now, where none is given."""
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    elif isinstance(device, int):
+        device = torch.device("cuda", device)
+    else:
+        device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_DOC = """Whether {where} can run the grouped path natively.
+
+    Parameters
+    ----------
+    recipe
+        None, one of ours, or a foreign one.
+    dtype
+        Type of the unquantised tensors.
+    split_alignment
+        A multiple that the caller promises all split sizes to be.
+    device
+        The tensors' device; the current one, asked for at each call, by default.
+
+    Returns
+    -------
+    Support
+        True, or false with every reason.  ``.uncached`` computes it anew; ``.cache_info()`` and ``.cache_clear()`` are
+        as in functools.
+    """
+
+
+def _fuser_reads(kind: str) -> tuple[str, ...]:
+    return ("disable_rht", "row_scaled_activation") if kind == "nvfp4" else ()
+
+
+def _module_reads(kind: str) -> tuple[str, ...]:
+    return () if kind == "high_precision" else ("backward_override", *_fuser_reads(kind))
+
+
+module_grouped_tensor_supported = _predicate("module_grouped_tensor_supported", "a lone GroupedLinear", _module_reads)
+fuser_grouped_tensor_supported = _predicate(
+    "fuser_grouped_tensor_supported", "a pipeline (Sequential, GroupedMLP)", _fuser_reads
+)

@@ -1,0 +1,39 @@
+"""Fixtures of the unit tests of codegen: specs, and a small kernel in place of a rendered one."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from cute_grouped_mlp.codegen.render import Rendered
+from cute_grouped_mlp.codegen.spec import Arch, DType, KernelSpec, Pass
+
+DATA = Path(__file__).parent / "data"
+
+
+class SmallRendered(Rendered):
+    """A kernel that no template made; its line n comes from line 100 + n of a template that does not exist."""
+
+    @property
+    def line_map(self):
+        return (None, *(("sm90/small.py.jinja", 100 + n) for n in range(2, self.source.count("\n") + 2)))
+
+
+@pytest.fixture
+def specs():
+    """Two specs whose kernels are small: specs(n) is the n-th."""
+    kinds = (DType.FP32, DType.BF16, DType.FP16)
+    return lambda n=0: KernelSpec(Arch.SM90A, Pass.REDUCE, probs=kinds[n % 3], numerics=("bf16", "fp16")[n // 3 % 2])
+
+
+@pytest.fixture
+def small(specs):
+    """Make the copy kernel, with a text replaced if wanted, as the rendered source of a spec."""
+
+    def make(spec=None, old="", new=""):
+        source = (DATA / "copy_kernel.py").read_text()
+        assert old in source
+        source = source.replace(old, new)
+        return SmallRendered(spec or specs(), source, hashlib.sha256(source.encode()).hexdigest())
+
+    return make

@@ -1,0 +1,777 @@
+"""Plans, their cache, and fusions (acceptance.md, sections B and D; cases.md, M1)."""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import logging
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import cute_grouped_mlp as cgm
+from cute_grouped_mlp import fusion, kernels
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
+
+G, H, F, T = 3, 16, 24, 20
+
+
+@pytest.fixture
+def ref():
+    """Run this project's kernels as torch functions, so that fused plans run on the CPU."""
+    with kernels.using(ReferenceKernels()) as provider:
+        yield provider
+
+
+@pytest.fixture
+def registry():
+    """Put registered fusions back."""
+    before = fusion.registry.copy()
+    yield fusion.registry
+    fusion.registry.replace(before)
+
+
+def make(**options):
+    torch.manual_seed(0)
+    options = {"bias": False, "dtype": torch.bfloat16, **options}
+    return cgm.Sequential(
+        cgm.GroupedLinear(G, H, 2 * F, **options), cgm.ScaledSwiGLU(), cgm.GroupedLinear(G, F, H, **options)
+    )
+
+
+def inputs(x_grad=True, probs_grad=True, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, H, generator=generator).to(dtype).requires_grad_(x_grad)
+    sizes = torch.tensor([7, 0, 9])
+    probs = torch.rand(T, generator=generator).requires_grad_(probs_grad)
+    return x, sizes, probs, sizes
+
+
+def run(module, args, recipe=None):
+    with cgm.autocast(recipe=recipe):
+        return module(*args)
+
+
+def fused(fuser):
+    return [type(op).__name__ for op, _ in fuser.last_plan.forward_ops]
+
+
+FUSED, UNFUSED = ["FusedGroupedMLP"], ["GroupedLinear", "ScaledSwiGLU", "GroupedLinear"]
+
+
+# B: plan cache -------------------------------------------------------------------------------------------------------
+
+SETTINGS = [
+    (cgm.HighPrecision, "enable_cutedsl_fused_grouped_mlp", False),
+    (cgm.HighPrecision, "anything", 3),
+    (cgm.DelayedScaling, "margin", 2),
+    (cgm.Float8CurrentScaling, "use_power_2_scales", True),
+    (cgm.Float8BlockScaling, "use_f32_scales", True),
+    (cgm.MXFP8BlockScaling, "enable_2d_quantization", True),
+    (cgm.NVFP4BlockScaling, "disable_rht", True),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), SETTINGS, ids=lambda v: str(v)[:40])
+def test_b1_m1_a_setting_is_another_plan_and_back_is_the_same_lists(ref, cls, name, value):
+    module, args, recipe = make(), inputs(), cls()
+    run(module, args, recipe)
+    first = module.fuser.last_plan
+    missing = object()
+    before = getattr(recipe, name, missing)
+    setattr(recipe, name, value)
+    run(module, args, recipe)
+    second = module.fuser.last_plan
+    assert second is not first
+    assert second.key[0] == str(recipe) != first.key[0]
+    assert module.fuser.plan_cache_info()[:2] == (0, 2)
+    delattr(recipe, name) if before is missing else setattr(recipe, name, before)
+    run(module, args, recipe)
+    assert module.fuser.last_plan.forward_ops is first.forward_ops
+    assert module.fuser.last_plan.backward_ops is first.backward_ops
+    assert module.fuser.plan_cache_info() == (1, 2, 64, 2)
+
+
+def test_b1_the_key_is_text_and_boundary(ref):
+    module = make()
+    recipe = cgm.HighPrecision()
+    run(module, inputs(), recipe)
+    assert module.fuser.last_plan.key == (str(recipe), 0)
+    with torch.no_grad():
+        run(module, inputs(), recipe)
+    assert module.fuser.last_plan.key == (str(recipe), 3)
+
+
+FREEZE = {
+    "x without gradient": ((), False, True, 0),
+    "only probs": ((0, 2), False, True, 1),
+    "FC1 frozen": ((0,), False, False, 2),
+    "FC1 frozen, probs": ((0,), False, True, 1),
+    "FC2 frozen": ((2,), False, False, 0),
+    "all frozen": ((0, 2), False, False, 3),
+    "all frozen, x": ((0, 2), True, False, 0),
+}
+
+
+@pytest.mark.parametrize(("frozen", "x_grad", "probs_grad", "boundary"), FREEZE.values(), ids=FREEZE)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_b2_no_grad_and_grad_alternate_between_two_plans(ref, fuse, frozen, x_grad, probs_grad, boundary):
+    module, args = make(), inputs(x_grad, probs_grad)
+    for index in frozen:
+        module[index].weight.requires_grad_(False)
+    recipe = cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=fuse)
+    lists = {}
+    for _ in range(100):
+        for enabled in (False, True):
+            with torch.set_grad_enabled(enabled):
+                y = run(module, args, recipe)
+            plan = module.fuser.last_plan
+            ops = lists.setdefault(plan.boundary, (plan.forward_ops, plan.backward_ops))
+            assert plan.forward_ops is ops[0]
+            assert plan.backward_ops is ops[1]
+            assert y.requires_grad == (enabled and boundary < 3)
+        if y.requires_grad:
+            y.sum().backward()
+    assert set(lists) == {3, boundary}
+    info = module.fuser.plan_cache_info()
+    assert info.misses == len(lists)
+    assert info.hits == 200 - len(lists)
+    assert module.fuser.recipe_state_resets == 1
+
+
+@pytest.mark.parametrize(("use_reentrant", "plans"), [(True, 2), (False, 1)])
+def test_b2_recompute_builds_a_plan_for_each_boundary(ref, use_reentrant, plans):
+    module, args = make(), inputs()
+    for _ in range(10):
+        torch_checkpoint(module, *args, use_reentrant=use_reentrant).sum().backward()
+    assert module.fuser.plan_cache_info().misses == plans
+    assert module.fuser.recipe_state_resets == 1
+
+
+def test_b3_toggling_the_flag_replans_and_toggling_back_hits(ref):
+    module, args, recipe = make(), inputs(), cgm.HighPrecision()
+    fuser = module.fuser
+    run(module, args, recipe)
+    assert fused(fuser) == FUSED
+    states = [op.recipe_state for op in fuser.basic_ops]
+    recipe.enable_cutedsl_fused_grouped_mlp = False
+    run(module, args, recipe)
+    assert fused(fuser) == UNFUSED
+    recipe.enable_cutedsl_fused_grouped_mlp = True
+    run(module, args, recipe)
+    assert fused(fuser) == FUSED
+    recipe.enable_cutedsl_fused_grouped_mlp = None
+    run(module, args, recipe)
+    assert fused(fuser) == FUSED
+    assert fuser.plan_cache_info()[:2] == (1, 3)
+    assert [op.recipe_state for op in fuser.basic_ops] == states
+    assert fuser.recipe_state_resets == 1
+
+
+class HighPrecision:
+    """Somebody else's recipe of that name."""
+
+    backward_override = None
+
+
+def test_b3_a5_the_flag_attached_to_a_foreign_recipe(ref):
+    module, args, recipe = make(), inputs(), HighPrecision()
+    run(module, args, recipe)
+    assert fused(module.fuser) == FUSED
+    recipe.enable_cutedsl_fused_grouped_mlp = False
+    run(module, args, recipe)
+    assert fused(module.fuser) == UNFUSED
+    del recipe.enable_cutedsl_fused_grouped_mlp
+    run(module, args, recipe)
+    assert fused(module.fuser) == FUSED
+    assert module.fuser.plan_cache_info()[:2] == (1, 2)
+
+
+class Quantised(cgm.BasicOperation):
+    """Identity with one quantiser in each direction, which counts what its recipe state goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.resets = 0
+
+    def num_quantizers(self, mode):
+        return 1
+
+    def reset_recipe_state(self, *, recipe=None):
+        super().reset_recipe_state(recipe=recipe)
+        self.resets += 1
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        state = self.recipe_state
+        if state is not None and hasattr(state, "amax_history"):
+            state.amax_history["forward"][0] = input_.detach().abs().amax()
+        return input_ * 1
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+def test_b4_state_resets_by_its_own_conditions():
+    op = Quantised()
+    module = cgm.Sequential(op)
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def resets(recipe):
+        run(module, (x,), recipe)
+        return op.resets
+
+    delayed, current = cgm.DelayedScaling(), cgm.Float8CurrentScaling()
+    assert resets(delayed) == 1  # first use
+    assert resets(delayed) == 1
+    delayed.margin = 3
+    assert resets(delayed) == 1  # another plan, the same state
+    delayed.amax_history_len = 16
+    assert resets(delayed) == 2
+    with torch.no_grad():
+        assert resets(delayed) == 2  # the boundary alone
+    assert resets(current) == 3  # another type
+    current.use_power_2_scales = True
+    assert resets(current) == 3
+    current.backward_override = "dequantized"
+    assert resets(current) == 4
+    assert resets(cgm.Float8CurrentScaling(backward_override="dequantized")) == 4
+    assert module.fuser.recipe_state_resets == 4
+    module.reset_recipe_state()
+    assert op.recipe_state is None
+    assert resets(current) > 4
+
+
+def test_b4_amax_history_survives_plan_switches_and_advances_once_per_step():
+    op = Quantised()
+    module = cgm.Sequential(op)
+    recipe = cgm.DelayedScaling(amax_history_len=4)
+    x = torch.full((2, 4), 3.0, requires_grad=True)
+    run(module, (x,), recipe).sum().backward()  # train
+    state = op.recipe_state
+    history = state.amax_history["forward"].clone()
+    assert history[:, 0].tolist() == [0, 3, 0, 0]
+    assert state.scale["forward"].item() == pytest.approx(448 / 3)
+    with torch.no_grad():  # evaluate
+        run(module, (x,), recipe)
+    assert op.recipe_state is state
+    assert state.updates == 1
+    run(module, (x * 2,), recipe).sum().backward()
+    assert op.recipe_state is state
+    assert state.amax_history["forward"][:, 0].tolist() == [0, 6, 3, 0]
+    assert state.updates == 2
+    recipe.amax_history_len = 2  # a reset that keeps what fits
+    run(module, (x,), recipe).sum().backward()
+    assert op.recipe_state is not state
+    assert op.recipe_state.amax_history["forward"].shape == (2, 1)
+    assert op.recipe_state.scale["forward"].item() == pytest.approx(448 / 6)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_b4_n13_history_advances_once_per_checkpointed_step(use_reentrant):
+    op = Quantised()
+    module = cgm.Sequential(op)
+    x = torch.full((2, 4), 3.0, requires_grad=True)
+    with cgm.autocast(recipe=cgm.DelayedScaling()):
+        y = cgm.checkpoint(module, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert op.recipe_state.updates == 1
+
+
+def test_b4_recipe_state_round_trip():
+    from cute_grouped_mlp.recipe_state import make_recipe_state
+
+    op = Quantised()
+    recipe = cgm.DelayedScaling(amax_history_len=4)
+    state = make_recipe_state(recipe, op, None)
+    state.amax_history["forward"][:, 0] = torch.tensor([1.0, 2, 3, 4])
+    state.scale["backward"][:] = 7
+    other = make_recipe_state(dataclasses.replace(recipe, amax_history_len=2), op, None)
+    other.load_state_dict(state.state_dict())
+    assert other.amax_history["forward"][:, 0].tolist() == [1, 2]
+    assert other.scale["backward"].tolist() == [7]
+    assert make_recipe_state(cgm.HighPrecision(), op, None) is None
+    assert make_recipe_state(recipe, cgm.ScaledSwiGLU(), None) is None
+
+
+def test_b4_amax_algorithms():
+    from cute_grouped_mlp.recipe_state import make_recipe_state
+
+    def scale(**fields):
+        recipe = cgm.DelayedScaling(amax_history_len=3, fp8_format=cgm.Format.HYBRID, **fields)
+        state = make_recipe_state(recipe, Quantised(), None)
+        for mode in ("forward", "backward"):
+            state.amax_history[mode][:, 0] = torch.tensor([2.0, 8.0, 4.0])
+        state.update()
+        return state.scale["forward"].item(), state.scale["backward"].item()
+
+    assert scale() == (448 / 8, 57344 / 8)
+    assert scale(amax_compute_algo="most_recent") == (448 / 2, 57344 / 2)
+    assert scale(amax_compute_algo=lambda history: history[2]) == (448 / 4, 57344 / 4)
+    assert scale(margin=1) == (448 / 16, 57344 / 16)
+    assert scale(scaling_factor_compute_algo=lambda amax, scale, limit, recipe: amax * 0 + limit) == (448, 57344)
+
+
+def test_b5_backward_uses_the_plan_of_its_forward(ref):
+    module, args, recipe = make(), inputs(), cgm.HighPrecision()
+    y = run(module, args, recipe)
+    recipe.enable_cutedsl_fused_grouped_mlp = False
+    other = run(module, inputs(), recipe)
+    with torch.no_grad():
+        run(module, inputs(), recipe)
+    ref.launches.clear()
+    y.sum().backward()
+    assert ref.names() == ["dgrad_act", "wgrad", "dgrad", "wgrad", "reduce"]
+    ref.launches.clear()
+    recipe.enable_cutedsl_fused_grouped_mlp = True
+    other.sum().backward()
+    assert ref.names() == ["dgrad", "wgrad", "dgrad", "wgrad"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_b5_checkpoint_of_a_fused_plan_is_bitwise_the_same(ref, use_reentrant):
+    module, args = make(), inputs()
+    recipe = cgm.HighPrecision()
+
+    def step(call):
+        with cgm.autocast(recipe=recipe):
+            y = call(*args)
+        with cgm.autocast(recipe=cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=False)):
+            y.float().square().sum().backward()
+        found = [y.detach()] + [t.grad.clone() for t in (args[0], args[2], *module.parameters())]
+        for t in (args[0], args[2], *module.parameters()):
+            t.grad = None
+        return found
+
+    plain = step(module)
+    ref.launches.clear()
+    again = step(lambda *a: cgm.checkpoint(module, *a, use_reentrant=use_reentrant))
+    assert all(map(torch.equal, plain, again))
+    assert ref.names()[:4] == ["fprop_act", "fprop"] * 2
+    assert "dgrad_act" in ref.names()
+
+
+def test_b6_no_recipe_disabled_autocast_and_high_precision_share_one_plan(ref):
+    module, args = make(), inputs()
+    module(*args)
+    plan = module.fuser.last_plan
+    run(module, args, None)
+    run(module, args, cgm.HighPrecision())
+    with cgm.autocast(enabled=False, recipe=cgm.MXFP8BlockScaling()):
+        module(*args)
+    assert module.fuser.last_plan is plan
+    assert module.fuser.plan_cache_info() == (3, 1, 64, 1)
+    assert module.fuser.recipe_state_resets == 1
+
+
+def test_b6_the_default_policy_takes_effect_on_the_next_call(ref):
+    module, args = make(), inputs()
+    module(*args)
+    assert fused(module.fuser) == FUSED
+    with cgm.settings.override(fuse=False):
+        module(*args)
+        assert fused(module.fuser) == UNFUSED
+        run(module, args, cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=True))
+        assert fused(module.fuser) == FUSED
+    module(*args)
+    assert fused(module.fuser) == FUSED
+
+
+def test_b7_the_cache_is_bounded_and_counts(ref):
+    module, args = make(), inputs()
+    recipe = cgm.HighPrecision()
+    for number in range(70):
+        recipe.number = number
+        run(module, args, recipe)
+    assert module.fuser.plan_cache_info() == (0, 70, 64, 64)
+    run(module, args, recipe)
+    assert module.fuser.plan_cache_info() == (1, 70, 64, 64)
+    recipe.number = 0  # evicted long ago
+    run(module, args, recipe)
+    assert module.fuser.plan_cache_info() == (1, 71, 64, 64)
+    module.fuser.plan_cache_clear()
+    assert module.fuser.plan_cache_info() == (0, 0, 64, 0)
+    with cgm.settings.override(plan_cache_size=2):
+        for number in range(5):
+            recipe.number = number
+            run(module, args, recipe)
+        assert module.fuser.plan_cache_info().currsize == 2
+
+
+def test_b7_custom_recipes_made_anew_neither_collide_nor_grow_the_cache(ref):
+    module, args = make(), inputs()
+
+    def recipe(factor):
+        return cgm.CustomRecipe(qfactory=lambda role: factor)
+
+    for _ in range(5):
+        run(module, args, recipe(1))
+    assert module.fuser.plan_cache_info()[:2] == (4, 1)
+    run(module, args, recipe(2))
+    assert module.fuser.plan_cache_info().currsize == 2
+    for _ in range(3):  # a captured tensor cannot be told from another: planned anew, never kept
+        run(module, args, recipe(torch.ones(1)))
+    assert module.fuser.plan_cache_info() == (4, 5, 64, 2)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_b8_parameters_are_read_at_each_call(ref, fuse):
+    recipe = cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=fuse)
+    module, args = make(device="meta"), inputs()
+    module.to_empty(device="cpu")
+    for op in (module[0], module[2]):
+        op.reset_parameters()
+    first = run(module, args, recipe)
+    weights = {name: torch.randn_like(p) * 0.1 for name, p in module.state_dict().items() if "weight" in name}
+    module.load_state_dict(weights, assign=True, strict=True)
+    second = run(module, args, recipe)
+    assert not torch.equal(first, second)
+    module[0].weight = torch.nn.Parameter(weights["0.weight"] * 2)
+    third = run(module, args, recipe)
+    assert not torch.equal(second, third)
+    third.sum().backward()
+    assert module[0].weight.grad is not None
+    assert module.fuser.plan_cache_info().misses == 1
+    module.to(torch.float16)
+    half = run(module, inputs(dtype=torch.float16), recipe)
+    assert half.dtype is torch.float16
+    assert module.fuser.plan_cache_info().misses == 2
+    assert module.fuser.plan_cache_info().currsize == 1  # a new stamp clears the cache
+
+
+def test_b8_a_dtype_that_kernels_do_not_have_replans(ref):
+    module = make()
+    module(*inputs())
+    assert fused(module.fuser) == FUSED
+    module.float()
+    module(*inputs(dtype=torch.float32))
+    assert fused(module.fuser) == UNFUSED
+
+
+def test_threads_share_plans(ref):
+    module, recipe = make(), cgm.HighPrecision()
+    plans, errors = [], []
+    barrier = threading.Barrier(4)
+
+    def work():
+        try:
+            barrier.wait()
+            for _ in range(20):
+                run(module, inputs(), recipe).sum().backward()
+                plans.append(module.fuser.last_plan)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len({id(plan) for plan in plans}) == 1
+    assert module.fuser.plan_cache_info().currsize == 1
+
+
+# D: fusions ----------------------------------------------------------------------------------------------------------
+
+
+class Scale(cgm.BasicOperation):
+    """y = factor x, the factor being a parameter."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(float(factor)))
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        ctx.save_for_backward(input_ if ctx.requires_grad else None, self.factor)
+        return input_ * self.factor
+
+    def op_backward(self, ctx, grad_output):
+        x, factor = ctx.saved_tensors
+        return grad_output * factor, ((grad_output * x).sum(),)
+
+
+class ForwardPair(cgm.FusedOperation):
+    """Two scales in one multiplication, saving what their own backwards expect."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        first, second = (op.factor for op in self.basic_ops)
+        if basic_op_ctxs[1].requires_grad:
+            basic_op_ctxs[0].save_for_backward(input_, first)
+            basic_op_ctxs[1].save_for_backward(input_ * first, second)
+        return input_ * (first * second), [(), ()]
+
+
+class BackwardPair(cgm.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (x, first), (x2, second) = (ctx.saved_tensors for ctx in basic_op_ctxs)
+        grad = grad_output * second
+        return grad * first, [((grad * x).sum(),), ((grad_output * x2).sum(),)], [(), ()]
+
+
+class JointPair(cgm.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        basic_op_ctxs[0].save_for_backward(input_, *(op.factor for op in self.basic_ops))
+        return input_ * (self.basic_ops[0].factor * self.basic_ops[1].factor), [(), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        x, first, second = basic_op_ctxs[0].saved_tensors
+        total = (grad_output * x).sum()
+        return grad_output * first * second, [(total * second,), (total * first,)], [(), ()]
+
+
+def pairs(cls, calls=None):
+    def fuse(ops, *, recipe):
+        if calls is not None:
+            calls.append((cls.__name__, [type(op).__name__ for op in ops]))
+        return fusion.sweep(
+            ops, 2, lambda run: cgm.Match(cls(run)) if all(isinstance(op, Scale) for op in run) else None
+        ).ops
+
+    return fuse
+
+
+def scale_step(module):
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = module(x)
+    y.sum().backward()
+    return y.tolist(), x.grad.tolist(), [p.grad.item() for p in module.parameters()]
+
+
+EXPECTED = ([30.0, 60.0], [30.0, 30.0], [45.0, 30.0, 18.0])
+
+
+def test_d3_a_custom_operation():
+    module = cgm.Sequential(Scale(2), Scale(3), Scale(5))
+    assert scale_step(module) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("register", "cls", "where"),
+    [
+        (cgm.register_forward_fusion, ForwardPair, ("ForwardPair", "Scale")),
+        (cgm.register_backward_fusion, BackwardPair, ("Scale", "BackwardPair")),
+        (cgm.register_forward_backward_fusion, JointPair, ("JointPair", "JointPair")),
+    ],
+    ids=["forward", "backward", "joint"],
+)
+def test_d1_d3_user_registered_fusions(registry, register, cls, where):
+    module = cgm.Sequential(Scale(2), Scale(3), Scale(5))
+    assert scale_step(module) == EXPECTED
+    register(pairs(cls))  # takes effect on the next call
+    module.zero_grad()
+    assert scale_step(module) == EXPECTED
+    plan = module.fuser.last_plan
+    assert (type(plan.forward_ops[0][0]).__name__, type(plan.backward_ops[0][0]).__name__) == where
+    assert [i for _, i in (plan.forward_ops if cls is not BackwardPair else plan.backward_ops)] == [(0, 1), (2,)]
+    if cls is JointPair:
+        assert plan.forward_ops[0][0] is plan.backward_ops[0][0]
+
+
+def test_d1_joint_fusions_run_first_and_feed_the_others(registry):
+    calls = []
+    registry.replace(fusion.Registry([], [], []))
+    cgm.register_forward_fusion(pairs(ForwardPair, calls))
+    cgm.register_backward_fusion(pairs(BackwardPair, calls))
+    cgm.register_forward_backward_fusion(pairs(JointPair, calls))
+    module = cgm.Sequential(Scale(2), Scale(3), Scale(5))
+    assert scale_step(module) == EXPECTED
+    assert calls == [
+        ("JointPair", ["Scale"] * 3),
+        ("ForwardPair", ["JointPair", "Scale"]),
+        ("BackwardPair", ["JointPair", "Scale"]),
+    ]
+
+
+def test_d1_prepend(registry):
+    calls = []
+    registry.replace(fusion.Registry([], [], []))
+
+    def note(name):
+        def fuse(ops, *, recipe):
+            calls.append(name)
+            return ops
+
+        return fuse
+
+    cgm.register_forward_fusion(note("first"))
+    cgm.register_forward_fusion(note("before"), prepend=True)
+    scale_step(cgm.Sequential(Scale(1)))
+    assert calls == ["before", "first"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda ops, *, recipe: ops[:-1],
+        lambda ops, *, recipe: ops[::-1],
+        lambda ops, *, recipe: [*ops, ops[0]],
+        lambda ops, *, recipe: [JointPair(ops[:2]), *ops[1:]],
+        lambda ops, *, recipe: None,
+        lambda ops, *, recipe: [1, 2, 3],
+    ],
+    ids=["dropped", "reversed", "repeated", "overlapping", "nothing", "not operations"],
+)
+def test_d1_a_list_that_does_not_expand_to_the_basic_ops_raises(registry, bad):
+    cgm.register_forward_fusion(bad)
+    with pytest.raises(cgm.FusionError):
+        cgm.Sequential(Scale(1), Scale(2), Scale(3))(torch.ones(2))
+
+
+def test_d3_a_fused_operation_alone_and_in_a_pipeline():
+    pair = JointPair([Scale(2), Scale(3)])
+    assert pair(torch.ones(1)).tolist() == [6]
+    module = cgm.Sequential(pair, Scale(5))
+    assert len(list(module.parameters())) == 3
+    assert scale_step(module) == EXPECTED
+
+
+def test_d5_reasons_one_warning_and_one_log_line(ref, caplog):
+    module = cgm.GroupedMLP(G, 12, 20, dtype=torch.bfloat16)
+    args = (torch.randn(T, 12).bfloat16(), *inputs()[1:3])
+    recipe = cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=True)
+    with pytest.warns(cgm.FusionFallbackWarning, match=r"hidden size is 12.*ffn size is 20") as caught:
+        run(module, args, recipe)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(module, args, recipe)  # a hit says nothing
+        module.fuser.plan_cache_clear()
+        run(module, args, recipe)  # nor does planning again
+    with caplog.at_level(logging.INFO, "cute_grouped_mlp"):
+        run(module, args, None)
+        module.fuser.plan_cache_clear()
+        run(module, args, None)
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "hidden size is 12" in caplog.text
+
+
+def test_d5_false_and_a_switched_off_policy_are_silent(ref, caplog):
+    module, args = make(), inputs()
+    with caplog.at_level(logging.INFO, "cute_grouped_mlp"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(module, args, cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=False))
+        with cgm.settings.override(fuse=False):
+            run(module, args)
+    assert not caplog.records
+    assert not any(r.wanted for r in module.fuser.last_plan.rejections)
+
+
+CONDITIONS = {
+    "FC1's scaled bias": (
+        lambda: cgm.Sequential(
+            cgm.GroupedLinear(G, H, 2 * F, scale_bias=True, dtype=torch.bfloat16),
+            cgm.ScaledSwiGLU(),
+            cgm.GroupedLinear(G, F, H, dtype=torch.bfloat16),
+        ),
+        "FC1 scales its bias",
+    ),
+    "fp32": (lambda: make(dtype=torch.float32), "torch.float32"),
+    "groups": (
+        lambda: cgm.Sequential(
+            cgm.GroupedLinear(G, H, 2 * F, bias=False, dtype=torch.bfloat16),
+            cgm.ScaledSwiGLU(),
+            cgm.GroupedLinear(G + 1, F, H, bias=False, dtype=torch.bfloat16),
+        ),
+        "FC1 has 3 groups, FC2 has 4",
+    ),
+    "odd sizes": (lambda: cgm.GroupedMLP(G, 12, 20, dtype=torch.bfloat16), "hidden size is 12"),
+    "interleave": (
+        lambda: cgm.GroupedMLP(G, H, 32, glu_interleave_size=16, dtype=torch.bfloat16),
+        "glu_interleave_size is 16",
+    ),
+    "mixed": (
+        lambda: cgm.Sequential(
+            cgm.GroupedLinear(G, H, 2 * F, bias=False, dtype=torch.bfloat16),
+            cgm.ScaledSwiGLU(),
+            cgm.GroupedLinear(G, F, H, bias=False, dtype=torch.float16),
+        ),
+        "FC2 is torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), CONDITIONS.values(), ids=CONDITIONS)
+def test_d5_every_unmet_condition_is_named(ref, build, reason):
+    fuser = build().fuser
+    params = [p for op in fuser.basic_ops for p in op.fuser_parameters()]
+    plan = fuser.select(None, 0, torch.zeros(1, H, dtype=params[0].dtype), params)
+    assert [type(op).__name__ for op, _ in plan.forward_ops] != FUSED
+    (rejection,) = plan.rejections
+    assert reason in str(rejection)
+
+
+def test_d5_without_a_gpu_the_reason_is_the_device():
+    module = make()
+    module(*inputs())
+    assert "CUDA" in str(module.fuser.last_plan.rejections[0])
+
+
+def test_plans_are_freed_with_their_module(ref):
+    module = make()
+    module(*inputs()).sum().backward()
+    alive = weakref.ref(module[0].weight)
+    del module
+    gc.collect()
+    assert alive() is None
+
+
+def test_graph_is_freed_without_the_garbage_collector(ref):
+    module, args = make(), inputs()
+    gc.collect()
+    gc.disable()
+    try:
+        y = module(*args)
+        node = weakref.ref(y.grad_fn)
+        del y
+        assert node() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_make_their_own_fuser(ref):
+    module = make()
+    module(*inputs())
+    twin = copy.deepcopy(module)
+    y = twin(*inputs())
+    assert torch.equal(y, module(*inputs()))
+    assert twin.fuser is not module.fuser
+    assert twin.fuser.basic_ops[0] is twin[0]
+    y.sum().backward()
+    assert module[0].weight.grad is None
+
+
+def test_backward_twice_and_double_backward(ref):
+    module, args = make(), inputs()
+    y = module(*args).float().sum()
+    y.backward(retain_graph=True)
+    first = args[0].grad.clone()
+    y.backward()
+    assert torch.equal(args[0].grad, first * 2)
+    args[0].grad = None
+    (gx,) = torch.autograd.grad(module(*args).float().square().sum(), args[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gx.sum().backward()
+
+
+def test_saved_weights_changed_in_place_are_noticed(ref):
+    module, args = make(), inputs()
+    y = module(*args)
+    with torch.no_grad():
+        module[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_debug_checks_raise_where_splits_are_invalid(ref):
+    module, args = make(), inputs()
+    bad = torch.tensor([T, 5, 0])
+    module(args[0], bad, args[2], bad)  # cut at T, noted on the device
+    with pytest.raises(cgm.ShapeError, match="split_sizes"), cgm.settings.override(debug_checks=True):
+        module(args[0], bad, args[2], bad)
+    with contextlib.nullcontext(), cgm.settings.override(debug_checks=True):
+        module(*args).sum().backward()
