@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # GPU tests share one device and take turns; without one, every core runs tests.
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-PYTEST_ARGS ?= $(if $(GPU),,-n auto)
+PYTEST_ARGS ?= $(if $(GPU),,-n auto --dist loadgroup)
 
 .PHONY: demo test lint format typecheck generate check-generated links clean
 

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,22 @@ def test_log_level_adds_and_removes_one_handler():
         assert len(logger.handlers) == len(before) + 1
     assert logger.handlers == before
     assert logger.level == logging.NOTSET
+
+
+def test_importing_touches_neither_cuda_nor_the_dsl_and_writes_nothing(tmp_path):
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import cute_grouped_mlp
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert not new & {"cutlass", "tvm_ffi", "jinja2", "filelock", "platformdirs", "rich", "typer"}, new
+assert not torch.cuda.is_initialized()
+"""
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("CUTE_GROUPED_MLP_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_setting_is_documented():

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import filelock
 import pytest
 
 from cute_grouped_mlp.codegen import tiles
@@ -22,7 +23,9 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("cross_compile")
 
 @pytest.fixture(scope="module")
 def compiled():
-    return build_folder(CATALOG, FOLDER, jobs=min(2, os.cpu_count() or 1))
+    FOLDER.parent.mkdir(exist_ok=True)
+    with filelock.FileLock(FOLDER.with_suffix(".lock")):  # another test process may be at it
+        return build_folder(CATALOG, FOLDER, jobs=min(2, os.cpu_count() or 1))
 
 
 @pytest.mark.parametrize("spec", CATALOG, ids=str)

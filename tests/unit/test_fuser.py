@@ -297,6 +297,25 @@ def test_b4_recipe_state_round_trip():
     assert make_recipe_state(recipe, cgm.ScaledSwiGLU(), None) is None
 
 
+def test_b4_recipe_state_travels_in_the_state_dict():
+    recipe = cgm.DelayedScaling(amax_history_len=4)
+    x = torch.full((2, 4), 3.0, requires_grad=True)
+    trained, fresh = cgm.Sequential(Quantised(), Scale(2)), cgm.Sequential(Quantised(), Scale(3))
+    run(trained, (x,), recipe).sum().backward()
+    state = trained.state_dict()
+    assert {"0.recipe_state.amax_history_forward", "0.recipe_state.scale_backward", "1.factor"} <= set(state)
+    fresh.load_state_dict(state)  # before the first forward
+    run(fresh, (x,), recipe)
+    assert fresh[0].recipe_state.amax_history["forward"][:, 0].tolist() == [3, 3, 0, 0]
+    assert fresh[0].recipe_state.scale["forward"].item() == pytest.approx(448 / 3)
+    run(fresh, (x * 2,), recipe).sum().backward()
+    fresh.load_state_dict(state)  # and after it
+    assert torch.equal(fresh[0].recipe_state.amax_history["forward"], state["0.recipe_state.amax_history_forward"])
+    cgm.Sequential(Quantised(), Scale(1)).load_state_dict({"1.factor": torch.tensor(1.0)})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        fresh.load_state_dict({**state, "0.nonsense": torch.zeros(1)})
+
+
 def test_b4_amax_algorithms():
     from cute_grouped_mlp.recipe_state import make_recipe_state
 

@@ -1,5 +1,7 @@
 """GroupedLinear, activations and the fused grouped MLP on the CPU, with torch functions in the kernels' place."""
 
+import sys
+
 import pytest
 import torch
 
@@ -666,6 +668,47 @@ def test_e11_runs_are_bitwise_equal(ref):
     for _ in range(3):
         again = step(module, *args)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+class NoKernels(ReferenceKernels):
+    """Kernels that do nothing: what is left is the host's work."""
+
+    def get(self, spec):
+        return lambda *arguments: None
+
+
+def test_h3_no_host_reads_and_no_python_work_that_grows_with_groups(monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("a host read in the hot path")
+
+    def calls_of(groups):
+        module = cgm.GroupedMLP(groups, H, F, bias=True, dtype=torch.bfloat16)
+        x = torch.zeros(groups * 4, H, dtype=torch.bfloat16, requires_grad=True)
+        sizes, probs = torch.full((groups,), 4), torch.ones(groups * 4, requires_grad=True)
+        module(x, sizes, probs).sum().backward()
+        counts = []
+        for _ in range(2):
+            seen = 0
+
+            def count(frame, event, argument):
+                nonlocal seen
+                seen += event in ("call", "c_call")
+
+            with monkeypatch.context() as patch:
+                for name in ("tolist", "item", "numpy", "cpu"):
+                    patch.setattr(torch.Tensor, name, forbidden)
+                patch.setattr(torch, "from_dlpack", forbidden)
+                sys.setprofile(count)
+                try:
+                    y = module(x, sizes, probs)
+                    y.sum().backward()
+                finally:
+                    sys.setprofile(None)
+            counts.append(seen)
+        return min(counts)
+
+    with kernels.using(NoKernels()):
+        assert calls_of(4) == calls_of(64) == calls_of(256) > 0
 
 
 @pytest.mark.parametrize("fuse", [True, False])
