@@ -37,7 +37,7 @@ class Routing:
         If a channel has several producers, or a consumer has no earlier producer.
     """
 
-    __slots__ = ("_counts", "consumers", "inputs", "outputs", "simple", "sources")
+    __slots__ = ("_counts", "_output_counts", "consumers", "inputs", "outputs", "simple", "sources")
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         producers: dict[str, Slot] = {}
@@ -73,10 +73,32 @@ class Routing:
             if public
         ]
         self._counts = [op.num_extra_inputs for op in ops]
+        self._output_counts = [op.num_extra_outputs for op in ops]
         #: Whether there is nothing but extra inputs from the caller.
         self.simple = not any(op.num_extra_outputs for op in ops)
         for op in ops:
             op._channels_locked = True
+
+    def empty_outputs(self) -> list[list[torch.Tensor | None]]:
+        """Return a slot for the gradient of each extra output of each operation."""
+        return [[None] * count for count in self._output_counts]
+
+    def place_outputs(self, grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        """Put the gradients of the public extra outputs into their slots.
+
+        Parameters
+        ----------
+        grads
+            In the order of ``outputs``.
+        """
+        slots = self.empty_outputs()
+        for (index, slot), grad in zip(self.outputs, grads, strict=True):
+            slots[index][slot] = grad
+        return slots
+
+    def no_input_grads(self) -> list[Sequence[torch.Tensor | None]]:
+        """Return the gradients of the extra inputs of operations that did not run: None each."""
+        return [(None,) * count for count in self._counts]
 
     def distribute(self, tensors: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
         """Hand the caller's extra inputs to the operations; inputs from channels are None.

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,31 +51,37 @@ class Plans:
         By recipe text and backward boundary.
     """
 
-    __slots__ = ("_autocast", "_device", "_dtype", "_extra", "_generation", "_params", "cache")
+    __slots__ = ("_autocast", "_device", "_dtype", "_extra", "_generation", "_params", "_shapes", "cache")
 
     def __init__(
         self, x: torch.Tensor | None, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]
     ) -> None:
         self.cache: LRUCache[Plan] = LRUCache(settings.plan_cache_size)
         self._generation = -1 if x is None else settings.generation
-        self._dtype, self._device = (None, None) if x is None else (x.dtype, x.device)
+        self._dtype = None if x is None else x.dtype
+        self._device = None if x is None else x.device
         self._autocast = None if x is None else kernels.autocast_dtype(x.device)
-        self._params = [(p.shape, p.dtype, p.device) for p in params]
+        # The parameters that were seen last, and what every parameter must be.  A parameter that is the same object can
+        # only have changed its type: moving a module grows the generation (BasicOperation._apply).
+        self._params = [(weakref.ref(p), p.dtype) for p in params]
+        self._shapes = [(p.shape, p.dtype, p.device) for p in params]
         self._extra = [op.fuser_stamp() for op in stamped]
 
     def fit(self, x: torch.Tensor, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]) -> bool:
         """Whether a call has this stamp: settings, types, devices and parameter shapes are the same."""
-        if (
-            self._generation != settings.generation
-            or x.dtype is not self._dtype
-            or x.device != self._device
-            or len(params) != len(self._params)
-            or (_any_autocast() and kernels.autocast_dtype(x.device) is not self._autocast)
-            or (self._autocast is not None and not _any_autocast())
-        ):
+        if self._generation != settings.generation or x.dtype is not self._dtype or x.device != self._device:
             return False
-        for p, (shape, dtype, device) in zip(params, self._params, strict=False):
-            if p.dtype is not dtype or p.shape != shape or p.device != device:
+        known = self._params
+        if len(params) != len(known):
+            return False
+        for p, (seen, dtype) in zip(params, known):  # noqa: B905 - strict costs as much as a comparison
+            if seen() is not p or p.dtype is not dtype:
+                if [(p.shape, p.dtype, p.device) for p in params] != self._shapes:
+                    return False
+                self._params = [(weakref.ref(p), p.dtype) for p in params]
+                break
+        if _any_autocast() or self._autocast is not None:
+            if kernels.autocast_dtype(x.device) is not self._autocast:
                 return False
         return not stamped or self._extra == [op.fuser_stamp() for op in stamped]
 

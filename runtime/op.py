@@ -6,13 +6,14 @@ and state; a fused operation computes what a run of basic operations computes, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .codegen.spec import KernelSpec
+from .config import settings
 from .errors import FusionError
 from .recipe_state import RecipeState, make_recipe_state
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .fuser import OperationFuser
 
 Tensors = Sequence["torch.Tensor | None"]
+_STATE = "recipe_state."
 
 
 class OperationContext:
@@ -195,6 +197,7 @@ class BasicOperation(FusibleOperation):
         self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
         self._channels_locked = False
         self._recipe_state: RecipeState | None = None
+        self._loaded_state: dict[str, torch.Tensor] = {}
         self._lone_fuser: OperationFuser | None = None
 
     @property
@@ -367,13 +370,71 @@ class BasicOperation(FusibleOperation):
             The recipe to make it for; None: no quantisation.
         """
         self._recipe_state = make_recipe_state(recipe, self, self._recipe_state)
+        if self._recipe_state is not None and self._loaded_state:
+            self._recipe_state.load_state_dict(self._loaded_state)
+            self._loaded_state = {}
 
     def update_recipe_state(self) -> None:
         """Advance the recipe state; called once at the end of each backward."""
         if self._recipe_state is not None:
             self._recipe_state.update()
 
-    # Copies and checkpoints -------------------------------------------------------------------------------------------
+    # Moves, copies and checkpoints ------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BasicOperation:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        settings.touch()  # parameters keep their identity and change type, device or storage
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self.extra_tensors().items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        found = {key[len(prefix) :]: tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
+        taken = self.load_extra_tensors(found, error_msgs)
+        unexpected_keys[:] = [key for key in unexpected_keys if key[len(prefix) :] not in taken]
+
+    def extra_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a state dict holds besides parameters and buffers; it may be missing when one is loaded."""
+        if self._recipe_state is None:
+            return {}
+        return {_STATE + name: tensor.detach().clone() for name, tensor in self._recipe_state.state_dict().items()}
+
+    def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:
+        """Take what :meth:`extra_tensors` gave.
+
+        Parameters
+        ----------
+        found
+            All entries of the state dict that belong to this operation.
+        errors
+            Messages of what does not fit are appended here.
+
+        Returns
+        -------
+        set of str
+            Names of the entries that were taken.
+        """
+        state = {name[len(_STATE) :]: tensor for name, tensor in found.items() if name.startswith(_STATE)}
+        if self._recipe_state is not None:
+            self._recipe_state.load_state_dict(state)
+        else:
+            self._loaded_state = state  # until the first forward makes the state
+        return {_STATE + name for name in state}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lone_fuser": None}

@@ -13,7 +13,7 @@ from .channels import Routing
 from .config import settings
 from .errors import FusionError
 from .fusion import Rejection
-from .op import BasicOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusibleOperation, OperationContext, Tensors
 
 LocatedOps = list[tuple[FusibleOperation, tuple[int, ...]]]
 
@@ -126,11 +126,9 @@ class Pipeline(torch.autograd.Function):
         for context, end in zip(contexts, ctx.ends, strict=True):
             context.saved_tensors = saved[start:end]
             start = end
-        extra_grads: list[list[torch.Tensor | None]] = [[None] * op.num_extra_outputs for op in ops]
-        for (index, slot), extra in zip(routing.outputs, grad_outputs, strict=True):
-            extra_grads[index][slot] = extra
+        extra_grads = routing.empty_outputs() if routing.simple else routing.place_outputs(grad_outputs)
         param_grads: list[Sequence[torch.Tensor | None]] = [(None,) * count for count in call.counts]
-        input_grads: dict[tuple[int, int], torch.Tensor | None] = {}
+        input_grads = routing.no_input_grads()
 
         grad_input: torch.Tensor | None = grad
         for op, indices in reversed(call.plan.backward_ops):
@@ -144,29 +142,30 @@ class Pipeline(torch.autograd.Function):
                 contexts[first : last + 1], grad_input, basic_op_grad_extra_outputs=extra_grads[first : last + 1]
             )
             for index, param_grad, input_grad in zip(indices, of_params, of_inputs, strict=True):
-                param_grads[index] = tuple(param_grad)
+                if len(input_grad) != len(input_grads[index]):
+                    raise FusionError(
+                        f"{type(op).__name__} returned {len(input_grad)} extra input gradients for operation {index}, "
+                        f"which has {len(input_grads[index])}"
+                    )
+                param_grads[index], input_grads[index] = tuple(param_grad), input_grad
                 contexts[index].saved_tensors = ()
-                for slot, tensor in enumerate(input_grad):
-                    source = routing.sources.get((index, slot))
-                    if source is None:
-                        input_grads[index, slot] = tensor
-                    elif tensor is not None and source[0] not in indices:
-                        before = extra_grads[source[0]][source[1]]
-                        extra_grads[source[0]][source[1]] = tensor if before is None else before + tensor
+                if routing.sources:
+                    _send_back(routing, indices, index, input_grad, extra_grads)
 
+        flat: list[torch.Tensor | None] = []
         for index, (op_grads, count) in enumerate(zip(param_grads, call.counts, strict=True)):
             if len(op_grads) != count:
                 raise FusionError(
                     f"{type(ops[index]).__name__} (operation {index}) returned {len(op_grads)} parameter gradients, "
                     f"it has {count} parameters"
                 )
+            flat += op_grads
         if call.plan.state_key[0] != "high_precision":
             for updated in ops[boundary:]:
                 updated.update_recipe_state()
         if settings.debug_checks:
             kernels.provider().check_status(grad.device)
-        flat = [tensor for op_grads in param_grads for tensor in op_grads]
-        return (grad_input, None, *flat, *[input_grads.get(slot) for slot in routing.inputs])
+        return (grad_input, None, *flat, *[input_grads[index][slot] for index, slot in routing.inputs])
 
 
 def make_contexts(count: int, boundary: int, x_requires_grad: bool) -> list[OperationContext]:
@@ -187,6 +186,21 @@ def _receive(
     for (index, slot), (producer, output) in routing.sources.items():
         if index in indices and producer not in indices:
             extra_inputs[index][slot] = extra_outputs[producer][output]
+
+
+def _send_back(
+    routing: Routing,
+    indices: tuple[int, ...],
+    index: int,
+    input_grads: Tensors,
+    extra_grads: list[list[torch.Tensor | None]],
+) -> None:
+    """Add gradients of channel inputs to those of the outputs that fed them, unless the same fused operation did."""
+    for slot, tensor in enumerate(input_grads):
+        producer, output = routing.sources.get((index, slot), (index, 0))
+        if tensor is not None and producer not in indices:
+            before = extra_grads[producer][output]
+            extra_grads[producer][output] = tensor if before is None else before + tensor
 
 
 def _check_outputs(

@@ -69,20 +69,16 @@ class Predicate(Protocol):
         ...
 
 
-class _Readers(dict[type, "Callable[[Any], Any]"]):
-    """Class of a recipe -> function that reads the settings that a predicate looks at."""
+class _Readers(dict[type, "Callable[[Any], Any] | None"]):
+    """Class of a recipe -> function that reads the settings that a predicate looks at; None for none."""
 
     def __init__(self, names_of: Callable[[str], tuple[str, ...]]) -> None:
         self._names_of = names_of
 
-    def __missing__(self, cls: type) -> Callable[[Any], Any]:
+    def __missing__(self, cls: type) -> Callable[[Any], Any] | None:
         names = self._names_of("high_precision" if cls is type(None) else class_kind(cls))
-        self[cls] = reader = attrgetter(*names) if names else _reads_nothing
+        self[cls] = reader = attrgetter(*names) if names else None
         return reader
-
-
-def _reads_nothing(recipe: Any) -> None:
-    return None
 
 
 def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]) -> Predicate:
@@ -91,6 +87,7 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
     The answer is a function of the key alone, so a lookup costs a hit of ``functools.lru_cache`` and little more.
     """
     readers = _Readers(names_of)
+    indexed, ours = torch.device, settings  # names of this function are found faster than those of modules
 
     def answer(
         cls: type, read: Any, dtype: torch.dtype, split_alignment: int | None, device: torch.device, sm100: str
@@ -109,10 +106,12 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
         split_alignment: int | None = None,
         device: torch.device | str | int | None = None,
     ) -> Support:
-        if device.__class__ is not torch.device or device.index is None:
+        if device.__class__ is not indexed or device.index is None:
             device = _resolve(device)
         cls = recipe.__class__
-        return lookup(cls, readers[cls](recipe), dtype, split_alignment, device, settings.sm100)
+        reader = readers[cls]
+        read = None if reader is None else reader(recipe)
+        return lookup(cls, read, dtype, split_alignment, device, ours.sm100)
 
     def uncached(
         recipe: Any,
@@ -121,14 +120,15 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
         split_alignment: int | None = None,
         device: torch.device | str | int | None = None,
     ) -> Support:
-        cls = recipe.__class__
-        return answer(cls, readers[cls](recipe), dtype, split_alignment, _resolve(device), settings.sm100)
+        reader = readers[recipe.__class__]
+        read = None if reader is None else reader(recipe)
+        return answer(recipe.__class__, read, dtype, split_alignment, _resolve(device), settings.sm100)
 
     found = cast(Predicate, predicate)
     found.uncached = uncached
-    found.cache_info = lambda: CacheInfo(*lookup.cache_info())
+    found.cache_info = lambda: CacheInfo._make(lookup.cache_info())
     found.cache_clear = lookup.cache_clear
-    found.__name__ = found.__qualname__ = name
+    found.__name__ = name
     found.__doc__ = _DOC.format(where=where)
     return found
 

@@ -133,33 +133,27 @@ class ScaledActivation(BasicOperation):
 
     # The layout of the gate and up columns travels with the weights (cases.md, N11).
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.glu:
-            destination[prefix + _LAYOUT_KEY] = torch.tensor(self.glu_interleave_size or 0)
+    def extra_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the layout, where there are two halves."""
+        layout = {_LAYOUT_KEY: torch.tensor(self.glu_interleave_size or 0)} if self.glu else {}
+        return {**super().extra_tensors(), **layout}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        key = prefix + _LAYOUT_KEY
-        if not self.glu or key not in state_dict:
-            return
-        if key in unexpected_keys:
-            unexpected_keys.remove(key)
-        saved, own = int(state_dict[key]), self.glu_interleave_size or 0
+    def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:
+        """Compare the layout; another one is an error, not a permutation.
+
+        Parameters
+        ----------
+        found, errors
+            As :meth:`BasicOperation.load_extra_tensors` takes them.
+        """
+        taken = super().load_extra_tensors(found, errors)
+        if not self.glu or _LAYOUT_KEY not in found:
+            return taken
+        saved, own = int(found[_LAYOUT_KEY]), self.glu_interleave_size or 0
         if saved != own:
             names = [f"interleaved by {size}" if size else "contiguous" for size in (saved, own)]
-            error_msgs.append(f"{prefix[:-1]}: the GLU weights were saved {names[0]}, this module has them {names[1]}")
+            errors.append(f"the GLU weights were saved {names[0]}, this module has them {names[1]}")
+        return taken | {_LAYOUT_KEY}
 
 
 class ScaledSwiGLU(ScaledActivation):

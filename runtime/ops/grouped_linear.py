@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from .. import checks, grouped_gemm, kernels
+from ..caching import LRUCache, get_or_make
 from ..errors import ConfigError
 from ..grouped_gemm import LinearShape
 from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
 
-_dummies: dict[tuple[torch.Size, torch.dtype, torch.device, bool], torch.Tensor] = {}
+#: The shared dummy gradients of weights whose gradient goes to main_grad, by shape, type, device and whether zeroed.
+dummy_gradients: LRUCache[torch.Tensor] = LRUCache(64)
 
 
 class GroupedLinear(BasicOperation):
@@ -162,7 +164,7 @@ class GroupedLinear(BasicOperation):
         return weights[0].detach().as_strided(shape, (step, self.in_features, 1))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if not self.single_grouped_weight and not self.is_packed() and not self.weights()[0].is_meta:
             packed = self.packed_weight()  # .to() moved each weight alone: pack them again
             for weight, view in zip(self.weights(), packed, strict=True):
@@ -382,11 +384,10 @@ class GroupedLinear(BasicOperation):
 
 
 def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
-    key = (weight.shape, weight.dtype, weight.device, zero)
-    found = _dummies.get(key)
-    if found is None:
-        found = _dummies.setdefault(key, torch.zeros_like(weight) if zero else torch.empty_like(weight))
-    return found
+    make = torch.zeros_like if zero else torch.empty_like
+    return get_or_make(
+        dummy_gradients, (weight.shape, weight.dtype, weight.device, zero), lambda: make(weight.detach())
+    )
 
 
 def _positive(value: Any) -> bool:

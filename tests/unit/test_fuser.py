@@ -461,6 +461,19 @@ def test_b8_parameters_are_read_at_each_call(ref, fuse):
     assert module.fuser.plan_cache_info().currsize == 1  # a new stamp clears the cache
 
 
+def test_b8_a_new_parameter_of_the_same_shape_keeps_the_plans(ref):
+    module, args = make(), inputs()
+    module(*args)
+    for _ in range(3):  # as a sharded parameter that is gathered for each step
+        module[0].weight = torch.nn.Parameter(module[0].weight.detach().clone())
+        module(*args)
+    assert module.fuser.plan_cache_info()[:2] == (3, 1)
+    module[0].weight.data = module[0].weight.data.half()
+    module[2].weight.data = module[2].weight.data.half()
+    module(*inputs(dtype=torch.float16))
+    assert module.fuser.plan_cache_info().misses == 2
+
+
 def test_b8_a_dtype_that_kernels_do_not_have_replans(ref):
     module = make()
     module(*inputs())
