@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 PYTEST_ARGS ?= $(if $(GPU),,-n auto --dist loadgroup)
 
-.PHONY: demo test lint format typecheck generate check-generated links clean
+.PHONY: demo test sanitize lint format typecheck generate check-generated links clean
 
 demo: $(STAMP)  ## train a small MoE model next to plain torch; ARGS="--steps 20" goes to the example
 	$(BIN)/cute-grouped-mlp demo $(ARGS)
@@ -26,6 +26,10 @@ format: $(STAMP)  ## generated files are left alone: linters' rewrites change de
 
 typecheck: $(STAMP) links
 	$(BIN)/mypy
+
+sanitize: $(STAMP)  ## memcheck and racecheck of a training step's kernels; needs a Hopper GPU and compute-sanitizer
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool memcheck $(BIN)/python tests/gpu/sanitize.py
+	compute-sanitizer --error-exitcode 1 --tool racecheck $(BIN)/python tests/gpu/sanitize.py --hidden 256 --ffn 128
 
 generate: $(STAMP)  ## render the default kernels into generated/
 	$(BIN)/cute-grouped-mlp generate
