@@ -127,9 +127,11 @@ class Settings:
     log_level: str | None
     plan_cache_size: int
     generation: int
+    _watchers: dict[str, list[Callable[[], None]]]
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.__dict__["generation"] = 0
+        self.__dict__["_watchers"] = {}
         for name, setting in SETTINGS.items():
             text = environ.get(PREFIX + name.upper())
             if not text:
@@ -156,10 +158,22 @@ class Settings:
         self.touch()
         if name == "log_level":
             _configure_logging(value)
+        for function in self._watchers.get(name, ()):
+            function()
 
     def touch(self) -> None:
         """Grow :attr:`generation`: every plan is made anew at its next use."""
         self.__dict__["generation"] += 1
+
+    def on_change(self, name: str, function: Callable[[], None]) -> None:
+        """Call a function after each change of a setting.
+
+        Parameters
+        ----------
+        name, function
+            The setting, and what to call.
+        """
+        self._watchers.setdefault(name, []).append(function)
 
     @contextlib.contextmanager
     def override(self, **values: Any) -> Iterator[Settings]:

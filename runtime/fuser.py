@@ -49,27 +49,30 @@ class Plans:
     ----------
     cache : LRUCache of Plan
         By recipe text and backward boundary.
+    last : Plan or None
+        The one that was asked for last.
     """
 
-    __slots__ = ("_autocast", "_device", "_dtype", "_extra", "_generation", "_params", "_shapes", "cache")
+    __slots__ = ("_autocast", "_dtype", "_extra", "_generation", "_params", "_shapes", "cache", "last")
 
     def __init__(
         self, x: torch.Tensor | None, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]
     ) -> None:
         self.cache: LRUCache[Plan] = LRUCache(settings.plan_cache_size)
+        self.last: Plan | None = None
         self._generation = -1 if x is None else settings.generation
         self._dtype = None if x is None else x.dtype
-        self._device = None if x is None else x.device
         self._autocast = None if x is None else kernels.autocast_dtype(x.device)
         # The parameters that were seen last, and what every parameter must be.  A parameter that is the same object can
-        # only have changed its type: moving a module grows the generation (BasicOperation._apply).
+        # only have changed its type: moving a module grows the generation (BasicOperation._apply).  The device is that
+        # of the parameters; operations check that their inputs are on it.
         self._params = [(weakref.ref(p), p.dtype) for p in params]
         self._shapes = [(p.shape, p.dtype, p.device) for p in params]
         self._extra = [op.fuser_stamp() for op in stamped]
 
     def fit(self, x: torch.Tensor, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]) -> bool:
-        """Whether a call has this stamp: settings, types, devices and parameter shapes are the same."""
-        if self._generation != settings.generation or x.dtype is not self._dtype or x.device != self._device:
+        """Whether a call has this stamp: settings, types, device and parameter shapes are the same."""
+        if self._generation != settings.generation or x.dtype is not self._dtype:
             return False
         known = self._params
         if len(params) != len(known):
@@ -115,7 +118,7 @@ class OperationFuser:
         self.recipe_state_resets = 0
         # Hooks that most operations leave alone are looked up here, not called at each run.
         self._hooked = [(i, op) for i, op in enumerate(self.basic_ops) if _overrides(op, "pre_fuser_forward")]
-        self._stamped = [op for op in self.basic_ops if _overrides(op, "fuser_stamp")]
+        self._stamped = [op for op in self.basic_ops if op.fuser_stamp() is not None]
         self._no_kwargs: list[dict[str, Any]] = [{} for _ in self.basic_ops]
         # Replaced as a whole: a thread sees either the old stamp with its plans or the new one with its own.
         self._plans = Plans(None, (), ())
@@ -269,17 +272,22 @@ class OperationFuser:
         plans = self._plans
         if not plans.fit(x, params, self._stamped):
             plans = self._new_plans(x, params)
-        text, usable = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None), True
+        text = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)
         if text is None:  # not one of ours, or changed since
             text, usable = recipe_key(recipe)
+            if not usable:
+                plans.cache.misses += 1
+                return self._make((text, boundary), recipe)
+        plan = plans.last
+        if plan is not None and plan.key[0] is text and plan.key[1] == boundary:
+            plans.cache.hits += 1  # already the most recently used
+            return plan
         key = (text, boundary)
-        if not usable:
-            plans.cache.misses += 1
-            return self._make(key, recipe)
         plan = plans.cache.get(key)
         if plan is None:
             with self._lock:
                 plan = plans.cache.peek(key) or plans.cache.put(key, self._make(key, recipe))
+        plans.last = plan
         return plan
 
     def _new_plans(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Plans:

@@ -212,7 +212,7 @@ class BasicOperation(FusibleOperation):
         return [p for p in self._parameters.values() if p is not None]
 
     def fuser_stamp(self) -> Any:
-        """State besides device, dtypes and parameter shapes that a plan depends on; hashable."""
+        """State besides device, dtypes and parameter shapes that a plan depends on; None once: none ever."""
         return None
 
     def op_forward(

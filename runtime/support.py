@@ -1,8 +1,7 @@
 """Can the grouped path run natively?  Two predicates: for a lone GroupedLinear, and inside a pipeline.
 
 Emulation is another question (design.md, section 5).  Answers are cached under exactly what they were computed from:
-the recipe's class and the settings of it that each predicate reads, dtype, split alignment, device, and
-``settings.sm100``.
+the recipe's class and the settings of it that each predicate reads, dtype, split alignment and device.
 """
 
 from __future__ import annotations
@@ -87,17 +86,16 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
     The answer is a function of the key alone, so a lookup costs a hit of ``functools.lru_cache`` and little more.
     """
     readers = _Readers(names_of)
-    indexed, ours = torch.device, settings  # names of this function are found faster than those of modules
+    indexed = torch.device  # names of this function are found faster than those of modules
 
-    def answer(
-        cls: type, read: Any, dtype: torch.dtype, split_alignment: int | None, device: torch.device, sm100: str
-    ) -> Support:
+    def answer(cls: type, read: Any, dtype: torch.dtype, split_alignment: int | None, device: torch.device) -> Support:
         kind = "high_precision" if cls is type(None) else class_kind(cls)
         names = names_of(kind)
         values = dict(zip(names, (read,) if len(names) == 1 else read or (), strict=True))
-        return _answer(kind, cls, values, dtype, split_alignment, device, sm100)
+        return _answer(kind, cls, values, dtype, split_alignment, device)
 
     lookup = functools.lru_cache(maxsize=1024)(answer)
+    settings.on_change("sm100", lookup.cache_clear)  # read by few answers, and part of the key of none
 
     def predicate(
         recipe: Any,
@@ -111,7 +109,7 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
         cls = recipe.__class__
         reader = readers[cls]
         read = None if reader is None else reader(recipe)
-        return lookup(cls, read, dtype, split_alignment, device, ours.sm100)
+        return lookup(cls, read, dtype, split_alignment, device)
 
     def uncached(
         recipe: Any,
@@ -122,7 +120,7 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
     ) -> Support:
         reader = readers[recipe.__class__]
         read = None if reader is None else reader(recipe)
-        return answer(recipe.__class__, read, dtype, split_alignment, _resolve(device), settings.sm100)
+        return answer(recipe.__class__, read, dtype, split_alignment, _resolve(device))
 
     found = cast(Predicate, predicate)
     found.uncached = uncached
@@ -140,7 +138,6 @@ def _answer(
     dtype: torch.dtype,
     split_alignment: int | None,
     device: torch.device,
-    sm100: str,
 ) -> Support:
     """Collect the reasons against native kernels."""
     if split_alignment is not None and (not isinstance(split_alignment, int) or split_alignment < 1):
@@ -157,7 +154,7 @@ def _answer(
         reasons.append(f"compute capability is {capability[0]}.{capability[1]}, kernels exist for 9.0")
     elif dtype in kernels.NUMERICS_OF and (kind, dtype) not in _NATIVE[arch]:
         reasons.append(f"there are no native {arch.value} kernels for {name} yet")
-    elif arch is Arch.SM100A and sm100 != "unverified":
+    elif arch is Arch.SM100A and settings.sm100 != "unverified":
         reasons.append("SM100 kernels never ran; settings.sm100 = 'unverified' allows them")
     return Support(tuple(reasons))
 

@@ -53,7 +53,13 @@ def test_j3_the_target_is_the_specs_whatever_the_environment_says(small, worker,
     for name, value in (("ARCH", "sm_100a"), ("LINEINFO", "1"), ("DRYRUN", "1"), ("KEEP_IR", "1")):
         monkeypatch.setenv(f"CUTE_DSL_{name}", value)
     monkeypatch.setenv("PYTHONWARNINGS", "error")
+    seen = """THREADS = 128
+import os
+assert {k: v for k, v in os.environ.items() if k.startswith("CUTE_DSL_")} == {"CUTE_DSL_ARCH": "sm_90a"}
+assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+"""
     with CompileWorker(Arch.SM90A) as other:
+        other.compile(small(old="THREADS = 128", new=seen), tmp_path / "seen")
         dirty = other.compile(small(), tmp_path / "dirty")
     assert ".target sm_90a" in (tmp_path / "dirty" / "kernel.ptx").read_text()
     assert sha256(clean.object_path) == sha256(dirty.object_path)  # nor does the folder matter

@@ -107,4 +107,13 @@ assert not torch.cuda.is_initialized()
 
 def test_every_setting_is_documented():
     assert all(s.doc and s.allowed for s in SETTINGS.values())
-    assert set(Settings.__annotations__) == {*SETTINGS, "generation"}
+    assert {name for name in Settings.__annotations__ if name[0] != "_"} == {*SETTINGS, "generation"}
+
+
+def test_watchers_are_called_after_a_change():
+    fresh, seen = Settings({}), []
+    fresh.on_change("fuse", lambda: seen.append(fresh.fuse))
+    fresh.jit = False
+    with fresh.override(fuse=False):
+        assert seen == [False]
+    assert seen == [False, True]
