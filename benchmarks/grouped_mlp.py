@@ -23,10 +23,11 @@ import ours
 import plain_torch
 import results
 import torch
-from cute_grouped_mlp import kernels
-from cute_grouped_mlp.codegen.spec import TileConfig
 from timing import Times, interleave
 from workload import DEFAULT_SHAPES, KERNELS, SHAPES, SPLITS, Workload, make_workload
+
+from cute_grouped_mlp import kernels
+from cute_grouped_mlp.codegen.spec import TileConfig
 
 #: Largest rms(ours - torch) / rms(torch).  Each is within 5e-3 of exact arithmetic (docs/acceptance.md, E).
 TOLERANCE = 1e-2

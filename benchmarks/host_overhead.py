@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import cute_grouped_mlp as cgm
 import results
 import torch
+
+import cute_grouped_mlp as cgm
 from cute_grouped_mlp import support
 
 RUNS = 9
@@ -53,14 +54,14 @@ def measure_support(device: torch.device, calls: int) -> Figures:
         return True
 
     key = (type(recipe), None, dtype, None, device)
-    figures = {"lru_cache hit, ns": nanoseconds(functools.partial(cached, *key), calls)}
+    figures = {"lru_cache hit, ns": nanoseconds(lambda: cached(*key), calls)}
     predicates = {
         "module": support.module_grouped_tensor_supported,
         "fuser": support.fuser_grouped_tensor_supported,
     }
     for name, predicate in predicates.items():
-        hit = nanoseconds(functools.partial(predicate, recipe, dtype, device=device), calls)
-        miss = nanoseconds(functools.partial(predicate.uncached, recipe, dtype, device=device), calls // 10)
+        hit = nanoseconds(lambda ask=predicate: ask(recipe, dtype, device=device), calls)
+        miss = nanoseconds(lambda ask=predicate.uncached: ask(recipe, dtype, device=device), calls // 10)
         figures[f"{name} predicate, cached, ns"] = hit
         figures[f"{name} predicate, uncached, ns"] = miss
         figures[f"{name} predicate, cached / lru_cache hit"] = hit / figures["lru_cache hit, ns"]

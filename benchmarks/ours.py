@@ -6,13 +6,14 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-import cute_grouped_mlp as cgm
 import torch
+from workload import Shape, Workload
+
+import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
 from cute_grouped_mlp.codegen.select import StepSpecs, step_specs
 from cute_grouped_mlp.codegen.spec import DType, GluLayout, KernelSpec, Schedule, TileConfig
 from cute_grouped_mlp.codegen.tiles import check
-from workload import Shape, Workload
 
 Outputs = dict[str, torch.Tensor]
 _TILE = re.compile(r"(\d+)x(\d+)_(\d+)x(\d+)_(co|pp)")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from cute_grouped_mlp.codegen.toolchain import DSL, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Compiles every kernel of tests/gpu/test_kernels.py and of the default catalog, on a machine without a GPU.
+"""Compiles every kernel that the GPU tests launch, and the default catalog, on a machine without a GPU.
 
 python tests/gpu/build.py DIR [-j N]
 CUTE_GROUPED_MLP_AOT_DIRS=DIR python -m pytest -m gpu          (on the GPU machine)
@@ -18,11 +18,13 @@ def main():
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("-j", "--jobs", type=int, default=2)
     options = parser.parse_args()
-    path = pathlib.Path(__file__).with_name("test_kernels.py")
-    loaded = importlib.util.spec_from_file_location("test_kernels", path)
-    tests = importlib.util.module_from_spec(loaded)
-    loaded.loader.exec_module(tests)
-    specs = tuple(dict.fromkeys([*default_catalog(Arch.SM90A), *tests.SPECS]))
+    specs = list(default_catalog(Arch.SM90A))
+    for name in ("test_kernels", "test_module"):
+        loaded = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+        tests = importlib.util.module_from_spec(loaded)
+        loaded.loader.exec_module(tests)
+        specs += tests.SPECS
+    specs = tuple(dict.fromkeys(specs))
     print(f"{len(specs)} kernels")
     build_folder(specs, options.folder, jobs=options.jobs)
 

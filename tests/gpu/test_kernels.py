@@ -11,7 +11,7 @@ import torch
 
 from cute_grouped_mlp import kernels, reference
 from cute_grouped_mlp.codegen import select, tiles
-from cute_grouped_mlp.codegen.activations import ACTIVATIONS
+from cute_grouped_mlp.codegen.activations import ACTIVATIONS, Activation
 from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass, Schedule, TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -245,6 +245,31 @@ def run(s, problem):
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_feature(s, problem):
     run(s, Problem(*PROBLEMS[problem], TORCH[s.types.storage]))
+
+
+def test_one_table_entry_adds_an_activation(monkeypatch):
+    """A throwaway GEGLU with tanh: nothing but the table changes, and value and gradient are right."""
+    geglu = Activation(
+        name="geglu_tanh",
+        glu=True,
+        forward=(
+            "inner = 0.7978845608 * (gate + 0.044715 * gate * gate * gate)",
+            "th = tanh(inner)",
+            "act = 0.5 * gate * (1.0 + th) * up",
+        ),
+        backward=(
+            "slope = 0.7978845608 * (1.0 + 0.134145 * gate * gate)",
+            "dgate = grad * up * (0.5 * (1.0 + th) + 0.5 * gate * (1.0 - th * th) * slope)",
+            "dup = grad * 0.5 * gate * (1.0 + th)",
+        ),
+    )
+    monkeypatch.setitem(ACTIVATIONS, geglu.name, geglu)
+    gate, up = torch.randn(2, 100, dtype=torch.float64, device="cuda").requires_grad_()
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    found = reference.activation_forward(geglu.name, torch.cat((gate, up)), None)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    for kernel in ("fprop_act", "dgrad_act"):
+        run(spec(kernel, activation=geglu.name), Problem(*PROBLEMS["n1"], torch.bfloat16))
 
 
 @pytest.mark.parametrize("s", TILES, ids=str)

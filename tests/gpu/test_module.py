@@ -586,6 +586,69 @@ def test_e5_graph_replays_with_other_splits():
             assert torch.equal(got, want), splits
 
 
+def test_e5_two_layers_of_equal_shape_in_one_graph():
+    groups, hidden, ffn = 4, 264, 352
+    first, second = module_of(groups, hidden, ffn), module_of(groups, hidden, ffn)
+    with torch.no_grad():
+        second.fc1.weight.mul_(-1.0)
+    x, sizes, probs, _ = operands((300, 0, 200, 77), hidden)
+
+    def run():
+        with torch.no_grad():
+            return second(first(x, sizes, probs), sizes, probs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    for splits in ((300, 0, 200, 77), (77, 200, 300, 0)):
+        fresh = operands(splits, hidden, seed=9)
+        for target, source in zip((x, sizes, probs), fresh, strict=False):
+            target.copy_(source)
+        graph.replay()
+        assert torch.equal(output, run())
+        assert output.any()
+
+
+def test_m2_what_changes_in_one_process_is_seen_and_nothing_grows():
+    """M2: groups, types and options change; then 200 values of T compile nothing and grow no table."""
+    for groups, dtype, options in (
+        (4, FP32, {}),
+        (8, FP32, {}),
+        (8, BF16, {}),
+        (8, FP32, {"bias": True}),
+        (8, FP32, {"activation": "clamped_qgeglu"}),
+        (8, FP32, {"activation": "clamped_qgeglu", "limit": 1.0, "alpha": 1.1}),
+        (8, FP32, {"glu_interleave_size": 32}),
+    ):
+        module = module_of(groups, 128, 96, **options)
+        args = operands(tuple(range(40, 40 + groups)), 128, probs=dtype)
+        assert_step(step(module, *args), expected_step(module, *args))
+    module = module_of(8, 128, 96)
+    step(module, *operands((128,) * 8, 128))
+    for tokens in (1, 1024, 4096):  # one for each bucket of rows per group that follows
+        step(module, *operands((tokens,) + (0,) * 7, 128))
+    cache = kernels.provider()
+    sizes = len(cache._kernels), len(module.fuser.last_plan.forward_ops[0][0]._tables)
+    for tokens in range(1, 4001, 20):
+        step(module, *operands((tokens,) + (0,) * 7, 128), poison=False)
+    assert len(cache._kernels) == sizes[0]
+    assert len(module.fuser.last_plan.forward_ops[0][0]._tables) <= sizes[1] + 12  # buckets: powers of two
+    assert module.fuser.plan_cache_info().currsize == 1
+
+
+def test_k6_more_than_a_thousand_groups():
+    module = module_of(1025, 128, 96)
+    splits = [0] * 1025
+    splits[0], splits[31], splits[32], splits[511], splits[1023], splits[1024] = 70, 1, 130, 9, 64, 300
+    args = operands(splits, 128, tokens=sum(splits) + 5)
+    assert_step(step(module, *args), expected_step(module, *args))
+
+
 def test_m3_a_cold_kernel_under_capture_is_a_clear_error():
     module = module_of(3, 128, 96)
     args = operands((10, 20, 30), 128)

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import cute_grouped_mlp as cgm
 import pytest
 import torch
+
+import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
 from cute_grouped_mlp.codegen.spec import Schedule, TileConfig
 from cute_grouped_mlp.reference_kernels import ReferenceKernels

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from cute_grouped_mlp.codegen.cli import app
 from cute_grouped_mlp.config import PREFIX, SETTINGS
 

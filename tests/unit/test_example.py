@@ -1,9 +1,10 @@
 """The example: its data, its routing on the device, its gradients, and a short run without a GPU."""
 
-import cute_grouped_mlp as cgm
 import pytest
 import torch
 import torch.nn.functional as F
+
+import cute_grouped_mlp as cgm
 from cute_grouped_mlp.examples import moe_report, train_moe
 from cute_grouped_mlp.examples.train_moe import Config, MoE, TorchExperts
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
