@@ -646,7 +646,12 @@ def test_k6_more_than_a_thousand_groups():
     splits = [0] * 1025
     splits[0], splits[31], splits[32], splits[511], splits[1023], splits[1024] = 70, 1, 130, 9, 64, 300
     args = operands(splits, 128, tokens=sum(splits) + 5)
-    assert_step(step(module, *args), expected_step(module, *args))
+    got, expected = step(module, *args), expected_step(module, *args)
+    busy = torch.tensor(splits, device="cuda") > 0
+    for name in ("fc1.weight", "fc2.weight"):  # the RMS of a gradient that is nearly all zeros says nothing
+        assert not got[name][~busy].any()
+        got[name], expected[name] = got[name][busy], expected[name][busy]
+    assert_step(got, expected)
 
 
 def test_m3_a_cold_kernel_under_capture_is_a_clear_error():
