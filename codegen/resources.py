@@ -38,8 +38,8 @@ class ResourceReport:
     c7512
         Count of ptxas' warning C7512: wgmma instructions were serialised.  Should be 0.
     c7519
-        Count of ptxas' warning C7519: wgmma instructions were serialised behind an injected ``warpgroup.arrive``.  Should
-        be 0: it cost a BF16 wgrad 40 % on an H200.
+        Count of ptxas' warning C7519: wgmma instructions were serialised behind an injected ``warpgroup.arrive``.
+        Should be 0: it cost a BF16 wgrad 40 % on an H200.
     mma
         The distinct tensor core instructions in the PTX, sorted.
     tensormap_replaces

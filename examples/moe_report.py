@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cute_grouped_mlp as cgm
 import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import cute_grouped_mlp as cgm
 from cute_grouped_mlp.codegen.compile import compile_many
 from cute_grouped_mlp.codegen.select import step_specs
 from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec
 from cute_grouped_mlp.recipe import FLAG
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
 
 #: Largest difference of the two losses in nats, at any step, that rounding explains.
 LOSS_BOUND = 0.05

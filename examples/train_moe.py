@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cute_grouped_mlp as cgm
 import torch
 import torch.nn.functional as F
-from cute_grouped_mlp.examples import moe_report as report
-from cute_grouped_mlp.examples.moe_report import console
 from rich.progress import track
 from torch import Tensor, nn
+
+import cute_grouped_mlp as cgm
+from cute_grouped_mlp.examples import moe_report as report
+from cute_grouped_mlp.examples.moe_report import console
 
 
 @dataclass(frozen=True, slots=True)
