@@ -520,7 +520,7 @@ def test_h2_nothing_synchronises(recipe):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_h3_no_host_reads_and_no_python_work_that_grows_with_groups(monkeypatch):
+def test_h1_h3_no_host_reads_and_no_python_work_that_grows_with_groups(monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("a host read in the hot path")
 

@@ -29,7 +29,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("spec", CATALOG, ids=str)
-def test_default_kernel(compiled, spec):
+def test_k4_default_kernel(compiled, spec):
     artifact = compiled[spec]
     assert isinstance(artifact, Artifact), artifact
     report = artifact.report

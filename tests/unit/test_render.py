@@ -196,7 +196,7 @@ def test_one_table_entry_adds_an_activation(monkeypatch):
         assert "def tanh" in source
 
 
-def test_smem_of_every_candidate_is_what_its_storage_declares():
+def test_k4_smem_of_every_candidate_is_what_its_storage_declares():
     """K4: the plan's bytes are the sum of the buffers that the rendered Storage declares, barriers aside."""
     for kernel in (p for p in Pass if p.is_gemm):
         fields = {"activation": "swiglu", "probs": DType.FP32} if kernel.has_activation else {}
