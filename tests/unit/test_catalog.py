@@ -1,6 +1,6 @@
 """The catalog holds what the runtime chooses, and nothing that cannot be built."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_grouped_mlp.codegen import tiles
@@ -24,6 +24,7 @@ def step(probs=DType.FP32, *, backward=True, activation="swiglu", numerics="bf16
     )
 
 
+@settings(deadline=None)  # the first example makes the catalog
 @given(tokens, groups, features, features, st.sampled_from(DEFAULT_PROBS), st.booleans())
 def test_the_default_catalog_holds_whatever_the_runtime_chooses(tokens, groups, hidden, ffn, probs, backward):
     catalog = set(default_catalog(Arch.SM90A))
@@ -33,6 +34,7 @@ def test_the_default_catalog_holds_whatever_the_runtime_chooses(tokens, groups, 
     assert {linear.fprop, linear.dgrad, linear.wgrad} <= catalog
 
 
+@settings(deadline=None)  # the first example makes the catalog
 @given(
     tokens, groups, features, features,
     st.sampled_from(sorted(NUMERICS)), st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from([*DType, None]),
