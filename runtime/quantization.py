@@ -1,0 +1,33 @@
+"""Quantisers of every recipe, in plain torch on any device: the yardstick of quantising kernels.
+
+``MXFP8Quantizer().quantize(x)`` and its siblings return a :class:`QuantizedTensor`; :func:`quantizer_for` says which
+quantiser a recipe implies, and :func:`emulate` writes a quantised operand in bf16, exactly.
+"""
+
+from __future__ import annotations
+
+from .quantizers.base import QuantizedTensor, Quantizer
+from .quantizers.block_fp8 import Float8BlockQuantizer
+from .quantizers.emulation import OUT_OF_RANGE, emulate
+from .quantizers.layout import swizzle, unswizzle
+from .quantizers.matrices import slot_count
+from .quantizers.mxfp8 import MXFP8Quantizer
+from .quantizers.nvfp4 import NVFP4Quantizer
+from .quantizers.per_tensor import DelayedScalingQuantizer, Float8CurrentScalingQuantizer
+from .quantizers.select import quantizer_for
+
+__all__ = [
+    "OUT_OF_RANGE",
+    "DelayedScalingQuantizer",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "QuantizedTensor",
+    "Quantizer",
+    "emulate",
+    "quantizer_for",
+    "slot_count",
+    "swizzle",
+    "unswizzle",
+]

@@ -1,0 +1,4 @@
+"""Quantisers in plain torch, the reference of every recipe's numbers.
+
+Users import :mod:`cute_grouped_mlp.quantization`.
+"""

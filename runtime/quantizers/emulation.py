@@ -1,0 +1,81 @@
+"""Quantised operands in bf16, exactly, for kernels that compute in bf16."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import GroupedMLPError, UnsupportedError
+from .base import Direction, QuantizedTensor
+
+#: Bit of a status word: a product of an element and its scale is outside of bf16's normal numbers.
+OUT_OF_RANGE = 2
+
+
+def out_of_range(values: torch.Tensor) -> torch.Tensor:
+    """Whether any fp32 value is neither 0, NaN nor a normal number of bf16: (1,) bool on the device."""
+    bf16 = torch.finfo(torch.bfloat16)
+    size = values.abs()
+    return (((size < bf16.tiny) & (size != 0)) | (size > bf16.max)).any().reshape(1)
+
+
+@torch.no_grad()
+def emulate(
+    q: QuantizedTensor,
+    direction: Direction = "rowwise",
+    *,
+    exact: bool = True,
+    check: bool = False,
+    status: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a quantised operand as bf16 numbers and factors: ``bf16 * alpha`` are the dequantised values, exactly.
+
+    An element times the scale of its block has few significant bits (E4M3 times a power of two 4, E2M1 times E4M3 6),
+    so bf16 holds it.  Everything that scales a whole matrix, group, row or column goes into alpha.
+
+    Parameters
+    ----------
+    q
+        The operand.
+    direction
+        Which of its directions.
+    exact
+        False rounds to bf16 where scales of blocks are not powers of two (Float8BlockQuantizer with
+        ``force_pow_2_scales=False``), which cannot be exact; True raises there.
+    check
+        Raise if a product is outside of bf16's normal numbers, 2^-126 to 3.39e38, where tensor cores may differ from
+        Blackwell's.  Waits for the device.
+    status : Tensor (1,), int32, optional
+        Gets the bit :data:`OUT_OF_RANGE` in that case, without waiting.
+
+    Returns
+    -------
+    values : Tensor (T, C) bf16, or columnwise (P, C)
+        As :meth:`QuantizedTensor.operand`: columnwise rows are slots, ``q.columnwise_sizes`` of each group.
+    alpha : Tensor, fp32
+        (count,), a factor for each matrix or group; (T,) or columnwise (count, C) where NVFP4 is row-scaled.
+
+    Raises
+    ------
+    UnsupportedError
+        If this direction was not quantised, or bf16 cannot hold its numbers.
+    GroupedMLPError
+        If ``check`` finds a product out of range.
+    """
+    if exact and not q.quantizer.exact_in_bf16:
+        raise UnsupportedError(
+            "exact emulation", ["scales of blocks are any fp32 number; allowed: force_pow_2_scales=True, exact=False"]
+        )
+    values = q.quantizer.values(q, direction, torch.float32)
+    if check or status is not None:
+        outside = out_of_range(values)
+        if status is not None:
+            status.bitwise_or_(outside.to(status.dtype) * OUT_OF_RANGE)
+        if check and outside.item():
+            raise GroupedMLPError(
+                f"emulating {type(q.quantizer).__name__} in bf16: a {direction} element times its scale is outside of "
+                f"bf16's normal numbers ({torch.finfo(torch.bfloat16).tiny} to {torch.finfo(torch.bfloat16).max})"
+            )
+    values = values if direction == "rowwise" else values.transpose(1, 2)
+    values = values.to(torch.bfloat16).contiguous()
+    values = values if q.matrices.stacked else values[0]
+    return values, q.quantizer.alpha(q, direction)

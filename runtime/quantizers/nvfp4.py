@@ -1,0 +1,180 @@
+"""NVFP4: E2M1 elements, one E4M3 scale for each 16, and an fp32 scale for each matrix, group or row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import Direction, QuantizedTensor
+from .blocks import BlockQuantizer
+from .formats import (
+    E2M1_MAX,
+    E4M3,
+    FP8_MAX,
+    FP32_MAX,
+    decode_e2m1,
+    decode_fp8,
+    encode_e2m1,
+    encode_e2m1_stochastic,
+    encode_fp8,
+    pack_e2m1,
+    unpack_e2m1,
+)
+from .matrices import Matrices
+from .philox import random_bytes
+
+#: Signs of the random Hadamard transform: fixed, the same for both operands of wgrad, which therefore cancel.
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_LARGEST = E2M1_MAX * FP8_MAX[E4M3]
+
+
+@dataclass(frozen=True)
+class NVFP4Quantizer(BlockQuantizer):
+    """NVFP4: scales on two levels.
+
+    Parameters
+    ----------
+    with_rht
+        Columnwise, transform each 16 rows with a Hadamard matrix first (:func:`hadamard`).
+    with_2d_quantization
+        Blocks of 16x16, for weights: both directions hold the same numbers.
+    stochastic_rounding
+        Round elements up or down by chance, for gradients.
+    row_scaled_nvfp4
+        The second level has a scale for each row, and columnwise for each column of each group, rather than for the
+        whole: for activations.
+    seed
+        Of stochastic rounding, where a call brings no ``rng``.
+
+    Notes
+    -----
+    With S = 448 * 6 / amax on the second level, a block's scale is E4M3(amax_b * (S / 6)) and an element is
+    E2M1(x * (1 / (scale / S))), every operation in fp32 as Transformer Engine has them; its value is element * scale *
+    ``alpha``, alpha = amax * (1 / 2688).  amax is that of what is quantised: columnwise, after the transform.
+
+    ===========================  ====================================================================================
+    case                         becomes
+    ===========================  ====================================================================================
+    amax 0                       S is 1, alpha 0: every value is 0
+    amax infinite                S is 1, alpha infinite: every value is infinite or NaN
+    a block of zeros             scale 0, elements 0 (torchao: the scale is the least normal E4M3)
+    a block far below the rest   scale may round to 0: its elements are codes of 6, worth 0
+    NaN                          counts for nothing in an amax, and becomes +6: the format has no NaN
+    an infinity                  6 with its sign
+    ===========================  ====================================================================================
+
+    Bits of stochastic rounding are those of :func:`.philox.random_bytes` for the oriented tensor's blocks in order,
+    stream 0 rowwise and 1 columnwise; Transformer Engine draws others.
+    """
+
+    block = 16
+    divisor = 16
+    tiled_scales = True
+    scale_dtype = E4M3
+
+    with_rht: bool = False
+    with_2d_quantization: bool = False
+    stochastic_rounding: bool = False
+    row_scaled_nvfp4: bool = False
+    seed: int = 0
+
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        if self.with_2d_quantization and (self.with_rht or self.row_scaled_nvfp4 or self.stochastic_rounding):
+            problems.append(
+                "with_2d_quantization is True; allowed: without with_rht, row_scaled_nvfp4, stochastic_rounding"
+            )
+        return problems
+
+    @property
+    def data_dtype(self) -> torch.dtype:
+        """Bytes of two elements."""
+        return torch.uint8
+
+    @property
+    def two_dimensional(self) -> bool:
+        """Whether blocks are 16x16."""
+        return self.with_2d_quantization
+
+    def alpha(self, q: QuantizedTensor, direction: Direction) -> torch.Tensor:
+        """Scales of the second level: (count,); row-scaled (T,), and columnwise (count, C)."""
+        return (q.amax if direction == "rowwise" else q.columnwise_amax) * (1 / _LARGEST)
+
+    def spread_alpha(self, q: QuantizedTensor, direction: Direction, alpha: torch.Tensor) -> torch.Tensor:
+        """Alpha in a shape that broadcasts against (B, R, C), or (B, slots, C)."""
+        if self.row_scaled_nvfp4 and direction == "rowwise":
+            return alpha.reshape(q.matrices.batch, q.matrices.rows, 1)
+        return super().spread_alpha(q, direction, alpha)
+
+    def untransform(self, slots: torch.Tensor) -> torch.Tensor:
+        """Undo the Hadamard transform, if there was one."""
+        return hadamard(slots, inverse=True) if self.with_rht else slots
+
+    def _transform(self, slots: torch.Tensor) -> torch.Tensor:
+        if not self.with_rht:
+            return slots
+        return hadamard(slots.float()).to(torch.bfloat16 if slots.dtype == torch.bfloat16 else torch.float32)
+
+    def _outer_amax(self, x: torch.Tensor, matrices: Matrices, direction: Direction) -> torch.Tensor:
+        if not self.row_scaled_nvfp4:
+            return super()._outer_amax(x, matrices, direction)
+        if direction == "columnwise":
+            return matrices.amax(x, in_slots=True, per_column=True)
+        return Matrices(x.shape[1], 1, x.shape[1], 1, False).amax(x.reshape(-1, 1, x.shape[-1]))
+
+    def _spread_outer(self, amax: torch.Tensor, matrices: Matrices, direction: Direction) -> torch.Tensor:
+        if self.row_scaled_nvfp4 and direction == "rowwise":
+            return amax.reshape(matrices.batch, matrices.rows, 1)
+        return super()._spread_outer(amax, matrices, direction)
+
+    def _block_scale(
+        self, amax: torch.Tensor, outer: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        encode = (torch.full_like(outer, _LARGEST) / outer).clamp(max=FP32_MAX)
+        encode = torch.where((outer == 0) | (encode == 0), 1.0, encode)
+        scale = encode_fp8((amax * (encode * (1 / E2M1_MAX))).clamp(max=FP32_MAX), E4M3)
+        factor = (decode_fp8(scale, E4M3) * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)
+        return scale, factor
+
+    def _encode(self, x: torch.Tensor, direction: Direction, rng: torch.Tensor | None) -> torch.Tensor:
+        if not self.stochastic_rounding:
+            return pack_e2m1(encode_e2m1(x))
+        if rng is None:
+            rng = torch.zeros(2, dtype=torch.int64, device=x.device)
+            rng[0].fill_(self.seed)
+        bits = random_bytes(rng, x.numel() // self.block, 0 if direction == "rowwise" else 1)
+        return pack_e2m1(encode_e2m1_stochastic(x, bits.reshape(x.shape)))
+
+    def _decode(self, codes: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+        return decode_e2m1(unpack_e2m1(codes), compute)
+
+    def _decode_scale(self, scale: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+        return decode_fp8(scale, E4M3, compute)
+
+
+def hadamard(slots: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
+    """Randomised Hadamard transform of each 16 rows: y = H diag(signs) x / 4, with the Sylvester matrix H.
+
+    Parameters
+    ----------
+    slots : Tensor (B, slots, C), fp32 or fp64
+        ``slots`` a multiple of 16.
+    inverse
+        The inverse, which is the transpose.
+
+    Returns
+    -------
+    Tensor, like ``slots``
+        Additions are those of the fast transform: sums and differences of rows 1, 2, 4 and 8 apart, in this order.
+    """
+    index = torch.arange(16, device=slots.device)
+    mask = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0)
+    signs = (1 - 2 * (mask >> index & 1)).to(slots.dtype).unsqueeze(-1)
+    x = torch.unflatten(slots, 1, (slots.shape[1] // 16, 16))
+    x = x if inverse else x * signs
+    for distance in (1, 2, 4, 8):
+        first, second = torch.unflatten(x, 2, (8 // distance, 2, distance)).unbind(3)
+        x = torch.stack((first + second, first - second), 3).flatten(2, 4)
+    x = x * 0.25
+    return (x * signs if inverse else x).flatten(1, 2)
