@@ -147,9 +147,9 @@ def candidates(spec: KernelSpec) -> tuple[TileConfig, ...]:
 def default_tile(kernel: Pass, *, tokens: int, groups: int, n: int, k: int) -> TileConfig:
     """The tile config to use for a shape when nobody tuned it.
 
-    The rules follow measurements on an H200 (benchmarks/results/, random bf16 data): pingpong tiles of 128x192 win
-    nearly everywhere; multicast of A pays where the tile columns pair up, and multicast of B in ``dgrad``, whose
-    contraction is long.
+    The rules follow measurements on an H200 with random bf16 data (benchmarks/results/2026-11-30-h200-tiles.json):
+    pingpong tiles of 128x192 win nearly everywhere; multicast of A pays where the tile columns pair up, and multicast
+    of B in ``dgrad``, whose contraction is long.
 
     Parameters
     ----------
