@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .quantizers.base import QuantizedTensor, Quantizer
 from .quantizers.block_fp8 import Float8BlockQuantizer
-from .quantizers.emulation import OUT_OF_RANGE, emulate
+from .quantizers.emulation import OUT_OF_RANGE, EmulatedOperand, emulate, emulated_operands
 from .quantizers.layout import swizzle, unswizzle
 from .quantizers.matrices import slot_count
 from .quantizers.mxfp8 import MXFP8Quantizer
@@ -19,6 +19,7 @@ from .quantizers.select import quantizer_for
 __all__ = [
     "OUT_OF_RANGE",
     "DelayedScalingQuantizer",
+    "EmulatedOperand",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "MXFP8Quantizer",
@@ -26,6 +27,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "emulate",
+    "emulated_operands",
     "quantizer_for",
     "slot_count",
     "swizzle",

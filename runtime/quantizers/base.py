@@ -54,6 +54,8 @@ class Quantizer(abc.ABC):
     tiled_scales: ClassVar[bool] = False
     #: Type of scales.
     scale_dtype: ClassVar[torch.dtype] = torch.float32
+    #: Whether :meth:`alpha` is ever anything but 1.
+    has_alpha: ClassVar[bool] = False
 
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)

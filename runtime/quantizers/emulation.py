@@ -2,13 +2,89 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass, replace
+
 import torch
 
 from ..errors import GroupedMLPError, UnsupportedError
-from .base import Direction, QuantizedTensor
+from .base import Direction, QuantizedTensor, Quantizer
 
 #: Bit of a status word: a product of an element and its scale is outside of bf16's normal numbers.
 OUT_OF_RANGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedOperand:
+    """One operand of a GEMM as kernels read it: bf16 numbers, and what they are multiplied by.
+
+    Attributes
+    ----------
+    values : Tensor, bf16, contiguous
+        As :meth:`QuantizedTensor.operand` has them, without the factors.
+    alpha : Tensor, fp32, or None
+        (count,), a factor for each matrix or group; None: all are 1.  Where NVFP4 is row-scaled (T,), columnwise
+        (count, C).
+    sizes : Tensor (G,), int32, or None
+        Rows of each group: slots in the columnwise direction.  None: those of the split sizes, or no groups.
+    """
+
+    values: torch.Tensor
+    alpha: torch.Tensor | None = None
+    sizes: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def emulated_operands(
+    quantizer: Quantizer,
+    x: torch.Tensor,
+    split_sizes: torch.Tensor | None = None,
+    *,
+    batched: bool = False,
+    rowwise: bool = False,
+    columnwise: bool = False,
+    scale: torch.Tensor | None = None,
+    rng: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> tuple[EmulatedOperand | None, EmulatedOperand | None]:
+    """Quantise a tensor and write what was quantised as bf16 operands, :func:`emulate` of each direction.
+
+    Parameters
+    ----------
+    quantizer
+        Says how; which directions are wanted is said here.
+    x, split_sizes, batched, scale, rng
+        As :meth:`Quantizer.quantize` takes them.
+    rowwise, columnwise
+        Directions that are wanted.
+    amax : Tensor (count,), fp32, optional
+        Raised to the amaxes of ``x``: the history of delayed scaling.
+    status : Tensor (1,), int32, optional
+        Gets the bit :data:`OUT_OF_RANGE` if a product is outside of bf16's normal numbers, without waiting.
+
+    Returns
+    -------
+    rowwise, columnwise : EmulatedOperand or None
+        None where not wanted.  Exact if ``quantizer.exact_in_bf16``, else rounded to bf16.
+    """
+    q = _in_directions(quantizer, rowwise, columnwise).quantize(x, split_sizes, batched=batched, scale=scale, rng=rng)
+    if amax is not None:
+        torch.maximum(amax, q.amax, out=amax)
+
+    def operand(direction: Direction, wanted: bool) -> EmulatedOperand | None:
+        if not wanted:
+            return None
+        values, alpha = emulate(q, direction, exact=False, status=status)
+        sizes = q.columnwise_sizes if direction == "columnwise" else None
+        return EmulatedOperand(values, alpha if quantizer.has_alpha else None, sizes)
+
+    return operand("rowwise", rowwise), operand("columnwise", columnwise)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_directions(quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Quantizer:
+    return replace(quantizer, rowwise=rowwise, columnwise=columnwise)
 
 
 def out_of_range(values: torch.Tensor) -> torch.Tensor:

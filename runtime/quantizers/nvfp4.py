@@ -72,6 +72,7 @@ class NVFP4Quantizer(BlockQuantizer):
     divisor = 16
     tiled_scales = True
     scale_dtype = E4M3
+    has_alpha = True
 
     with_rht: bool = False
     with_2d_quantization: bool = False

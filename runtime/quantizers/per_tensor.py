@@ -45,6 +45,8 @@ def scale_of_amax(amax: torch.Tensor, largest: float, power_of_two: bool, if_inf
 class _PerTensorQuantizer(Quantizer):
     """One scale for each matrix or group; data of both directions is the same, columnwise transposed."""
 
+    has_alpha = True
+
     fp8_dtype: torch.dtype = E4M3
 
     def _problems(self) -> list[str]:
