@@ -52,6 +52,11 @@ class GemmContext:
         return self.spec.bias
 
     @property
+    def alpha(self) -> bool:
+        """Whether the product of each group has a factor."""
+        return self.spec.alpha
+
+    @property
     def store_act(self) -> bool:
         """Whether ``dgrad_act`` recomputes and writes a."""
         return self.spec.store_act

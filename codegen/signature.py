@@ -88,6 +88,7 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
     )
     scale = "router's probability of each token" if spec.activation else "scale of the bias for each token"
     probs = [] if spec.probs is None else [vector("probs", spec.probs, "tokens", meaning=scale)]
+    alpha = [vector("alpha", DType.FP32, "groups", meaning="factor of each group's product")] if spec.alpha else []
     bias = [tensor("bias", storage, "groups", z_columns, meaning="bias")] if spec.bias else []
     found: list[TensorArgument]
     if spec.kernel is Pass.FPROP_ACT:
@@ -95,6 +96,7 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         found = [
             tensor("x", operand, "tokens", "contraction", meaning="input, sorted by group"),
             tensor("w", operand, "groups", z_columns, "contraction", meaning="weights"),
+            *alpha,
             *bias,
             *probs,
             sizes,
@@ -105,6 +107,7 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         found = [
             tensor("x", operand, "tokens", "contraction", meaning="input, sorted by group"),
             tensor("w", operand, "groups", "columns", "contraction", meaning="weights"),
+            *alpha,
             *bias,
             *probs,
             sizes,
@@ -117,6 +120,7 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         found = [
             tensor("dy", operand, "tokens", "contraction", meaning="gradient of the output"),
             tensor("w", operand, "groups", "contraction", "columns", meaning="weights"),
+            *alpha,
             tensor("z", storage, "tokens", z_columns, meaning="pre-activation"),
             *probs,
             sizes,
@@ -128,6 +132,7 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         found = [
             tensor("dy", operand, "tokens", "contraction", meaning="gradient of the output"),
             tensor("w", operand, "groups", "contraction", "columns", meaning="weights"),
+            *alpha,
             sizes,
             tensor("dx", storage, "tokens", "columns", meaning="gradient of the input"),
         ]
@@ -136,6 +141,7 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         found = [
             tensor("dy", operand, "tokens", "rows", meaning="gradient of the output"),
             tensor("x", operand, "tokens", "columns", meaning="input"),
+            *alpha,
             sizes,
             tensor("dw", out, "groups", "rows", "columns", meaning="gradient of the weights"),
         ]

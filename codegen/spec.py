@@ -159,6 +159,8 @@ class KernelSpec:
         Type of the router's probabilities that scale a (and of dprobs in ``reduce``); None for no scaling.
     bias
         ``fprop_act`` and ``fprop``: whether a bias is added (in ``fprop`` times ``probs`` where that is set).
+    alpha
+        GEMMs: whether the product of each group is multiplied by a factor, which undoes the scales of its operands.
     store_z
         ``fprop_act``: whether z is written because a backward will read it.
     store_act
@@ -179,6 +181,7 @@ class KernelSpec:
     glu_layout: GluLayout = GluLayout.CONTIGUOUS
     probs: DType | None = None
     bias: bool = False
+    alpha: bool = False
     store_z: bool = False
     store_act: bool = True
     sum_probs: bool = True
@@ -201,6 +204,7 @@ class KernelSpec:
         if self.probs is not None:
             parts.append(f"p{self.probs.value}")
         flags = {
+            "alpha": self.alpha,
             "bias": self.bias,
             "z": self.store_z,
             "no_a": not self.store_act,

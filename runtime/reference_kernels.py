@@ -115,6 +115,11 @@ def _take(arguments: list[Any], present: bool) -> Any:
     return arguments.pop(0) if present else None
 
 
+def _scaled(weights: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
+    """Matrices of the groups in fp32, each times its factor."""
+    return weights.float() if alpha is None else weights.float() * alpha.view(-1, 1, 1)
+
+
 def _linear(
     x: torch.Tensor, w: torch.Tensor, ends: list[int], bias: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
@@ -130,19 +135,30 @@ def _linear(
 def _fprop(spec: KernelSpec, arguments: list[Any]) -> None:
     x, w = arguments[:2]
     rest = arguments[2:]
+    w = _scaled(w, _take(rest, spec.alpha))
     bias, scale = _take(rest, spec.bias), _take(rest, spec.probs is not None)
     sizes, y, status, _ = rest
     y.copy_(_linear(x, w, _ends(sizes, len(x), status), bias, scale))
 
 
 def _dgrad(spec: KernelSpec, arguments: list[Any]) -> None:
-    dy, w, sizes, dx, status, _ = arguments
-    dx.copy_(reference.dgrad(dy.float(), w.float(), _ends(sizes, len(dy), status)))
+    dy, w = arguments[:2]
+    rest = arguments[2:]
+    w = _scaled(w, _take(rest, spec.alpha))
+    sizes, dx, status, _ = rest
+    dx.copy_(reference.dgrad(dy.float(), w, _ends(sizes, len(dy), status)))
 
 
 def _wgrad(spec: KernelSpec, arguments: list[Any]) -> None:
-    dy, x, sizes, dw, status, _ = arguments
-    result = reference.wgrad(dy.float(), x.float(), _ends(sizes, len(x), status))
+    dy, x = arguments[:2]
+    rest = arguments[2:]
+    alpha = _take(rest, spec.alpha)
+    sizes, dw, status, _ = rest
+    ends = _ends(sizes, len(x), status)
+    result = reference.wgrad(dy.float(), x.float(), ends)
+    if alpha is not None:  # an empty group's gradient is 0 whatever its factor is
+        filled = torch.tensor([start < end for start, end in itertools.pairwise(ends)], device=x.device)
+        result = torch.where(filled.view(-1, 1, 1), _scaled(result, alpha), 0.0)
     dw.copy_(dw.float() + result if spec.accumulate else result)
 
 
@@ -183,6 +199,7 @@ def _activate(spec: KernelSpec, z: torch.Tensor, probs: torch.Tensor | None, par
 def _fprop_act(spec: KernelSpec, arguments: list[Any]) -> None:
     x, w = arguments[:2]
     rest = arguments[2:]
+    w = _scaled(w, _take(rest, spec.alpha))
     bias, probs = _take(rest, spec.bias), _take(rest, spec.probs is not None)
     sizes = rest.pop(0)
     z_out = _take(rest, spec.store_z)
@@ -196,8 +213,10 @@ def _fprop_act(spec: KernelSpec, arguments: list[Any]) -> None:
 
 
 def _dgrad_act(spec: KernelSpec, arguments: list[Any]) -> None:
-    dy, w, z = arguments[:3]
-    rest = arguments[3:]
+    dy, w = arguments[:2]
+    rest = arguments[2:]
+    w = _scaled(w, _take(rest, spec.alpha))
+    z = rest.pop(0)
     probs = _take(rest, spec.probs is not None)
     sizes, dz = rest[:2]
     rest = rest[2:]
@@ -256,6 +275,7 @@ def example_arguments(
         return torch.full(shape, float("nan"), dtype=of, device=device)
 
     splits = torch.tensor(sizes, dtype=torch.int32, device=device)
+    alpha = [torch.rand(groups, generator=generator, device=device) + 0.5] if spec.alpha else []
     status = torch.zeros(1, dtype=torch.int32, device=device)
     probs = [torch.rand(tokens, generator=generator, device=device).to(types[spec.probs])] if spec.probs else []
     out_dtype = types[spec.out] if spec.out else dtype
@@ -269,12 +289,12 @@ def example_arguments(
         return [normal(tokens, n), *probs, *([normal(groups, n)] if sums else []), splits, db, *partial], [db, *partial]
     if spec.kernel is Pass.WGRAD:
         dw = normal(groups, n, k).to(out_dtype) if spec.accumulate else poisoned(groups, n, k, of=out_dtype)
-        return [normal(tokens, n), normal(tokens, k), splits, dw, status], [dw]
+        return [normal(tokens, n), normal(tokens, k), *alpha, splits, dw, status], [dw]
     if spec.kernel in (Pass.FPROP, Pass.DGRAD):
         weight = normal(groups, n, k, fan_in=k) if spec.kernel is Pass.FPROP else normal(groups, k, n, fan_in=k)
         bias = [normal(groups, n)] if spec.bias else []
         out = poisoned(tokens, n)
-        return [normal(tokens, k), weight, *bias, *probs, splits, out, status], [out]
+        return [normal(tokens, k), weight, *alpha, *bias, *probs, splits, out, status], [out]
     entry = ACTIVATIONS[str(spec.activation)]
     params = [default for _, default in entry.params]
     width = (2 if entry.glu else 1) * n
@@ -283,7 +303,7 @@ def example_arguments(
         bias = [normal(groups, width)] if spec.bias else []
         z_out = [poisoned(tokens, width)] if spec.store_z else []
         w1 = normal(groups, width, k, fan_in=k)
-        return [normal(tokens, k), w1, *bias, *probs, splits, *z_out, a, status, *params], [*z_out, a]
+        return [normal(tokens, k), w1, *alpha, *bias, *probs, splits, *z_out, a, status, *params], [*z_out, a]
     z = normal(tokens, width)
     act = [a] if spec.store_act else []
     dz = poisoned(tokens, width)
@@ -291,4 +311,4 @@ def example_arguments(
     sums = bool(probs) and spec.sum_probs
     partial = [poisoned(-(-n // spec.tile.tile_n), tokens, of=torch.float32)] if sums else []
     w2 = normal(groups, k, n, fan_in=k)
-    return [normal(tokens, k), w2, z, *probs, splits, dz, *act, *partial, status, *params], [dz, *act, *partial]
+    return [normal(tokens, k), w2, *alpha, z, *probs, splits, dz, *act, *partial, status, *params], [dz, *act, *partial]

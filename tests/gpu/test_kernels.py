@@ -47,6 +47,10 @@ FEATURES = [
     spec("fprop_act", bias=True),
     spec("fprop_act", bias=True, glu_layout=GluLayout.INTERLEAVED32, activation="clamped_qgeglu"),
     spec("fprop_act", bias=True, activation="srelu", probs=None),
+    *(spec(k, alpha=True) for k in ("fprop_act", "fprop", "dgrad_act", "dgrad", "wgrad")),
+    spec("fprop_act", alpha=True, bias=True),
+    spec("fprop", alpha=True, bias=True, probs=DType.FP32),
+    spec("wgrad", alpha=True, out=DType.FP32, accumulate=True),
     spec("dgrad_act", store_act=False),
     spec("dgrad_act", sum_probs=False),
     spec("fprop", bias=True),
@@ -97,6 +101,12 @@ class Problem:
     def factors(self, dtype):
         value = torch.rand(self.tokens, device="cuda", generator=self.generator).add(0.1).to(dtype)
         value[self.total :] = float("nan")
+        return value
+
+    def alpha(self):
+        """A factor for each group; NaN for empty ones, which nothing may read."""
+        value = torch.rand(self.groups, device="cuda", generator=self.generator) + 0.5
+        value[torch.tensor(self.splits, device="cuda") == 0] = float("nan")
         return value
 
     def each(self, function):
@@ -161,13 +171,17 @@ def run(s, problem):
     interleave = 32 if s.glu_layout is GluLayout.INTERLEAVED32 else None
     params = [] if s.activation is None else [value for _, value in ACTIVATIONS[s.activation].params]
     probs = None if s.probs is None else p.factors(TORCH[s.probs])
+    alpha = p.alpha() if s.alpha else None
+    times = torch.ones(p.groups, device="cuda").double() if alpha is None else alpha.double()
     if s.kernel is Pass.FPROP_ACT:
         x, w = p.rows(p.hidden), p.weight(width, p.hidden)
         bias = torch.randn(p.groups, width, device="cuda", generator=p.generator).to(dtype) if s.bias else None
         z = poisoned(p.tokens, width, dtype=dtype) if s.store_z else None
         act = poisoned(p.tokens, p.ffn, dtype=dtype)
-        launch(s, x, w, bias, probs, p.sizes, z, act)
-        expected = p.each(lambda g, r: x[r].double() @ w[g].double().T + (bias[g].double() if s.bias else 0.0))
+        launch(s, x, w, alpha, bias, probs, p.sizes, z, act)
+        expected = p.each(
+            lambda g, r: times[g] * (x[r].double() @ w[g].double().T) + (bias[g].double() if s.bias else 0.0)
+        )
         if s.store_z:
             assert_rows("z", p, z, expected, store)
         z_used = z[: p.total].double() if s.store_z else expected.to(dtype).double()
@@ -177,23 +191,23 @@ def run(s, problem):
         x, w = p.rows(p.ffn), p.weight(p.hidden, p.ffn)
         bias = torch.randn(p.groups, p.hidden, device="cuda", generator=p.generator).to(dtype) if s.bias else None
         y = poisoned(p.tokens, p.hidden, dtype=dtype)
-        launch(s, x, w, bias, probs, p.sizes, y)
+        launch(s, x, w, alpha, bias, probs, p.sizes, y)
         scale = (lambda r: probs[r].double()[:, None]) if probs is not None else (lambda r: 1.0)
         added = (lambda g, r: bias[g].double() * scale(r)) if s.bias else (lambda g, r: 0.0)
-        assert_rows("y", p, y, p.each(lambda g, r: x[r].double() @ w[g].double().T + added(g, r)), store)
+        assert_rows("y", p, y, p.each(lambda g, r: times[g] * (x[r].double() @ w[g].double().T) + added(g, r)), store)
     elif s.kernel is Pass.DGRAD:
         dy, w = p.rows(width), p.weight(width, p.hidden)
         dx = poisoned(p.tokens, p.hidden, dtype=dtype)
-        launch(s, dy, w, p.sizes, dx)
-        assert_rows("dx", p, dx, p.each(lambda g, r: dy[r].double() @ w[g].double()), store)
+        launch(s, dy, w, alpha, p.sizes, dx)
+        assert_rows("dx", p, dx, p.each(lambda g, r: times[g] * dy[r].double() @ w[g].double()), store)
     elif s.kernel is Pass.DGRAD_ACT:
         dy, w, z = p.rows(p.hidden), p.weight(p.hidden, p.ffn), p.rows(width)
         dz = poisoned(p.tokens, width, dtype=dtype)
         act = poisoned(p.tokens, p.ffn, dtype=dtype) if s.store_act else None
         sums = s.sum_probs and probs is not None
         partial = poisoned(-(-p.ffn // s.tile.tile_n), p.tokens, dtype=torch.float32) if sums else None
-        launch(s, dy, w, z, probs, p.sizes, dz, act, partial)
-        h = p.each(lambda g, r: dy[r].double() @ w[g].double())
+        launch(s, dy, w, alpha, z, probs, p.sizes, dz, act, partial)
+        h = p.each(lambda g, r: times[g] * dy[r].double() @ w[g].double())
         factors = None if probs is None else probs[: p.total].double()
         z_used = z[: p.total].double()
         expected, dp = reference.activation_backward(s.activation, h, z_used, factors, interleave, params)
@@ -212,9 +226,11 @@ def run(s, problem):
         if s.accumulate:
             dw.normal_(generator=p.generator)
         before = dw.clone()
-        launch(s, dy, x, p.sizes, dw)
+        launch(s, dy, x, alpha, p.sizes, dw)
         groups = [slice(a, b) for a, b in zip(p.ends, p.ends[1:], strict=False)]
-        expected = torch.stack([dy[r].double().T @ x[r].double() for r in groups])
+        expected = torch.stack(
+            [dy[r].double().T @ x[r].double() * (times[g] if p.splits[g] else 1) for g, r in enumerate(groups)]
+        )
         assert_close("dw", dw, expected + (before.double() if s.accumulate else 0.0), kind)
         for g, size in enumerate(p.splits):
             if size == 0:

@@ -40,6 +40,12 @@ def matrix():
             yield KernelSpec(Arch.SM90A, Pass.FPROP, tile=tile, bias=True, probs=probs)
         yield KernelSpec(Arch.SM90A, Pass.FPROP, "fp16", tile)
         yield KernelSpec(Arch.SM90A, Pass.DGRAD, tile=tile)
+        for kernel in (Pass.FPROP_ACT, Pass.DGRAD_ACT):
+            yield KernelSpec(
+                Arch.SM90A, kernel, tile=tile, activation="swiglu", alpha=True, store_z=kernel is Pass.FPROP_ACT
+            )
+        for kernel in (Pass.FPROP, Pass.DGRAD, Pass.WGRAD):
+            yield KernelSpec(Arch.SM90A, kernel, tile=tile, alpha=True)
         for out in (None, DType.FP32):
             for accumulate in (False, True):
                 yield KernelSpec(Arch.SM90A, Pass.WGRAD, tile=tile, out=out, accumulate=accumulate)

@@ -15,6 +15,7 @@ OTHER = {
     "activation": "situglu",
     "glu_layout": GluLayout.INTERLEAVED32,
     "probs": DType.BF16,
+    "alpha": True,
     "bias": True,
     "store_z": True,
     "store_act": False,
