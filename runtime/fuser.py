@@ -7,6 +7,7 @@ dtypes, parameter shapes, settings) these two are the whole key.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from . import fusion, kernels
-from .autocast import current_recipe
+from .autocast import in_force
 from .caching import CacheInfo, LRUCache
 from .channels import Routing
 from .config import settings
@@ -32,6 +33,8 @@ from .recipe_state import state_key
 
 logger = logging.getLogger("cute_grouped_mlp")
 _any_autocast = torch._C._is_any_autocast_enabled
+#: True while torch.compile traces.
+_tracing = torch.compiler.is_dynamo_compiling
 _PACKAGE_FOLDER = str(Path(__file__).parent)
 
 
@@ -89,6 +92,11 @@ class Plans:
         return not stamped or self._extra == [op.fuser_stamp() for op in stamped]
 
 
+#: Fusers that are alive, by :attr:`OperationFuser.number`.
+by_number: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
 class OperationFuser:
     """Plans and runs a pipeline of operations.
 
@@ -106,6 +114,10 @@ class OperationFuser:
         The plan of the most recent call, for reading.
     recipe_state_resets : int
         How often recipe state was made anew.
+    number : int
+        Of this fuser, in this process.
+    compiled : dict of int to FusibleOperation
+        Fused operations that graphs of ``torch.compile`` use.
     """
 
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
@@ -125,6 +137,10 @@ class OperationFuser:
         self._lock = threading.RLock()
         self._state_key: tuple[Any, ...] | None = None
         self._reported: set[str] = set()
+        # What torch.compile's graphs refer to: numbers of fusers, and the fused operations that they chose.
+        self.number = next(_numbers)
+        self.compiled: dict[int, FusibleOperation] = {}
+        by_number[self.number] = self
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -150,13 +166,26 @@ class OperationFuser:
         Tensor or tuple
             The last operation's output, followed by the public extra outputs if there are any.
         """
+        if _tracing():
+            from . import compiled
+
+            return compiled.call(self, input, extra_inputs, basic_op_kwargs)
+        return self.run(input, extra_inputs, basic_op_kwargs)
+
+    def run(
+        self,
+        input: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor | None],
+        basic_op_kwargs: Sequence[dict[str, Any]] | None,
+    ) -> Any:
+        """Do what a call does, outside of ``torch.compile``'s graphs."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
         ops = self.basic_ops
-        params, counts = self._parameters()
+        params, counts = self.parameters()
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
         boundary = self._boundary(x_requires_grad, params, counts, extra_inputs)
-        recipe = current_recipe()
+        recipe = in_force.recipe
         plan = self.select(recipe, boundary, input, params)
         self.last_plan = plan
         if plan.state_key != self._state_key:
@@ -204,7 +233,7 @@ class OperationFuser:
             at += of_op
         return boundary
 
-    def _parameters(self) -> tuple[list[torch.nn.Parameter], list[int]]:
+    def parameters(self) -> tuple[list[torch.nn.Parameter], list[int]]:
         """Read the parameters of all operations, and how many each has."""
         params: list[torch.nn.Parameter] = []
         counts = []
@@ -242,7 +271,7 @@ class OperationFuser:
         list of PlannedKernel
             What its operations would run, forward first.
         """
-        params, counts = self._parameters()
+        params, counts = self.parameters()
         boundary = self._boundary(x_requires_grad, params, counts, extra_inputs)
         plan = self.select(recipe, boundary, x, params)
         slots = self._routing.distribute(extra_inputs)
@@ -352,7 +381,7 @@ class OperationFuser:
             The recipe to make it for; by default the next call's.
         """
         for op in self.basic_ops:
-            op.reset_recipe_state(recipe=None)
+            op.forget_recipe_state()
         self._state_key = None
         if recipe is not None:
             self._reset_states(recipe, state_key(recipe))
@@ -364,6 +393,11 @@ class OperationFuser:
                     op.pre_first_fuser_forward()
             for op in self.basic_ops:
                 op.reset_recipe_state(recipe=recipe)
+                # An operation may be in several pipelines: the state that another one made is gone.
+                other = None if op._state_fuser is None else op._state_fuser()
+                if other is not None and other._state_key != key:
+                    other._state_key = None
+                op._state_fuser = weakref.ref(self)
             self._state_key = key
             self.recipe_state_resets += 1
 

@@ -6,6 +6,7 @@ and state; a fused operation computes what a run of basic operations computes, a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,11 @@ class OperationContext:
         Whether that backward has to return a gradient of the operation's input.
     saved_tensors : sequence of (Tensor or None)
         In backward: what forward passed to :meth:`save_for_backward`.
+    records_amax : bool
+        Whether any operation of the pipeline has a backward: only then do amaxes count for delayed scaling.
     """
 
+    records_amax = True
     to_save: Tensors = ()
     saved_tensors: Tensors = ()
 
@@ -197,6 +201,8 @@ class BasicOperation(FusibleOperation):
         self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
         self._channels_locked = False
         self._recipe_state: RecipeState | None = None
+        self._parked_state: RecipeState | None = None  # of the time before an unquantised call, to go on with
+        self._state_fuser: weakref.ref[OperationFuser] | None = None
         self._loaded_state: dict[str, torch.Tensor] = {}
         self._lone_fuser: OperationFuser | None = None
 
@@ -356,6 +362,10 @@ class BasicOperation(FusibleOperation):
         """Return the number of quantised tensors in ``"forward"`` or ``"backward"``."""
         return 0
 
+    def num_scales(self) -> int:
+        """Return the number of matrices or groups in each quantised tensor, which have scales of their own."""
+        return 1
+
     @property
     def recipe_state(self) -> RecipeState | None:
         """Quantisation state under the recipe of the last reset; None before the first and without quantisation."""
@@ -369,10 +379,17 @@ class BasicOperation(FusibleOperation):
         recipe
             The recipe to make it for; None: no quantisation.
         """
-        self._recipe_state = make_recipe_state(recipe, self, self._recipe_state)
+        previous = self._recipe_state or self._parked_state
+        self._recipe_state = make_recipe_state(recipe, self, previous)
+        self._parked_state = previous if self._recipe_state is None else None
         if self._recipe_state is not None and self._loaded_state:
             self._recipe_state.load_state_dict(self._loaded_state)
             self._loaded_state = {}
+
+    def forget_recipe_state(self) -> None:
+        """Drop the quantisation state and what an earlier one would hand over."""
+        self.reset_recipe_state(recipe=None)
+        self._parked_state = None
 
     def update_recipe_state(self) -> None:
         """Advance the recipe state; called once at the end of each backward."""
@@ -384,6 +401,10 @@ class BasicOperation(FusibleOperation):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         settings.touch()  # parameters keep their identity and change type, device or storage
+        parameter = next(self.parameters(recurse=recurse), None)
+        for state in (self._recipe_state, self._parked_state):
+            if state is not None and parameter is not None:
+                state.to(parameter.device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -410,9 +431,10 @@ class BasicOperation(FusibleOperation):
 
     def extra_tensors(self) -> dict[str, torch.Tensor]:
         """Return what a state dict holds besides parameters and buffers; it may be missing when one is loaded."""
-        if self._recipe_state is None:
+        state = self._recipe_state or self._parked_state
+        if state is None:
             return {}
-        return {_STATE + name: tensor.detach().clone() for name, tensor in self._recipe_state.state_dict().items()}
+        return {_STATE + name: tensor.detach().clone() for name, tensor in state.state_dict().items()}
 
     def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:
         """Take what :meth:`extra_tensors` gave.
@@ -433,11 +455,12 @@ class BasicOperation(FusibleOperation):
         if self._recipe_state is not None:
             self._recipe_state.load_state_dict(state)
         else:
+            self._parked_state = None
             self._loaded_state = state  # until the first forward makes the state
         return {_STATE + name for name in state}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lone_fuser": None}
+        return {**self.__dict__, "_lone_fuser": None, "_state_fuser": None}
 
 
 class FusedOperation(FusibleOperation):

@@ -161,17 +161,24 @@ class Pipeline(torch.autograd.Function):
                 )
             flat += op_grads
         if call.plan.state_key[0] != "high_precision":
-            for updated in ops[boundary:]:
+            for updated in ops:  # also of operations without a backward: their inputs and weights are quantised
                 updated.update_recipe_state()
         if settings.debug_checks:
             kernels.provider().check_status(grad.device)
         return (grad_input, None, *flat, *[input_grads[index][slot] for index, slot in routing.inputs])
 
 
+class _InferenceContext(OperationContext):
+    """Context of a call that no backward follows."""
+
+    records_amax = False
+
+
 def make_contexts(count: int, boundary: int, x_requires_grad: bool) -> list[OperationContext]:
     """Make a context for each basic operation, which says whether gradients of it and of its input are needed."""
+    kind = OperationContext if boundary < count else _InferenceContext
     return [
-        OperationContext(index >= boundary, index > boundary or (index == 0 and x_requires_grad))
+        kind(index >= boundary, index > boundary or (index == 0 and x_requires_grad))
         for index in range(count)
     ]
 

@@ -1,7 +1,7 @@
-"""What an operation remembers between steps under a recipe.
+"""What an operation remembers between steps under a recipe: its quantisers, and what they need of earlier steps.
 
 When state is made anew is the fuser's business, and has nothing to do with which plan runs (acceptance.md, row B4).
-Quantisers hang off this state; of today's recipes only delayed scaling keeps tensors in it.
+Quantisers are made then and never again: a setting that is changed later takes effect at the next reset.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
+from .errors import UnsupportedError
+from .quantizers.base import Quantizer
+from .quantizers.emulation import EmulatedOperand, emulated_operands
+from .quantizers.formats import FP32_MAX
+from .quantizers.select import Role, quantizer_for
 from .recipe import DelayedScaling, recipe_kind
+
+MODES = ("forward", "backward")
 
 
 class QuantizedOperation(Protocol):
@@ -19,6 +26,10 @@ class QuantizedOperation(Protocol):
 
     def num_quantizers(self, mode: str) -> int:
         """Return the number of quantised tensors in ``"forward"`` or ``"backward"``."""
+        ...
+
+    def num_scales(self) -> int:
+        """Return the number of matrices or groups in each of them, which have scales of their own."""
         ...
 
 
@@ -29,67 +40,174 @@ class RecipeState:
     ----------
     recipe
         The recipe.
-    num_quantizers
-        Quantised tensors per mode, ``"forward"`` and ``"backward"``.
+    op
+        The operation.
 
     Attributes
     ----------
+    quantizers : dict of str to list of (Quantizer or None)
+        By mode, ``"forward"`` (input, weight, input, ...) and ``"backward"`` (gradients of outputs).
+    num_quantizers : dict of str to int
+    num_scales : int
+    backward_override
+        That of the recipe when the state was made.
     updates : int
         Steps whose end was reported with :meth:`update`.
+    rng : Tensor (2,), int64, or None
+        Seed and offset of stochastic rounding; the offset grows with each update.
+    kept
+        What the operation keeps from one micro-batch to the next.
     """
 
-    def __init__(self, recipe: Any, num_quantizers: Mapping[str, int]) -> None:
+    def __init__(self, recipe: Any, op: QuantizedOperation) -> None:
         self.recipe = recipe
-        self.num_quantizers = dict(num_quantizers)
+        self.num_quantizers = {mode: op.num_quantizers(mode) for mode in MODES}
+        self.num_scales = op.num_scales()
+        self.backward_override = getattr(recipe, "backward_override", None)
         self.updates = 0
+        self.kept: Any = None
+        self.quantizers = {
+            mode: [_made(recipe, _role(mode, index)) for index in range(count)]
+            for mode, count in self.num_quantizers.items()
+        }
+        self.rng: torch.Tensor | None = None
+        made = [q for quantizers in self.quantizers.values() for q in quantizers]
+        if any(getattr(q, "stochastic_rounding", False) for q in made):
+            # From torch's generator, so that torch.manual_seed makes training reproducible; once, not at each step.
+            self.rng = torch.stack((torch.randint(1 << 62, ()), torch.zeros((), dtype=torch.int64))).to(_device(op))
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether there is any quantiser."""
+        return any(q is not None for quantizers in self.quantizers.values() for q in quantizers)
+
+    def operands(
+        self,
+        mode: str,
+        index: int,
+        x: torch.Tensor,
+        split_sizes: torch.Tensor | None = None,
+        *,
+        batched: bool = False,
+        rowwise: bool = False,
+        columnwise: bool = False,
+        record: bool = True,
+        status: torch.Tensor | None = None,
+    ) -> tuple[EmulatedOperand | None, EmulatedOperand | None]:
+        """Quantise a tensor with one of the quantisers.
+
+        Parameters
+        ----------
+        mode, index
+            Which one; it must not be None.
+        x, split_sizes, batched, rowwise, columnwise, status
+            As :func:`.quantizers.emulation.emulated_operands` takes them.
+        record
+            Whether amaxes count for the scales of later steps.
+        """
+        quantizer = self.quantizers[mode][index]
+        assert quantizer is not None
+        return emulated_operands(
+            quantizer,
+            x,
+            split_sizes,
+            batched=batched,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            scale=self._scale(mode, index),
+            amax=self._amax_row(mode, index) if record else None,
+            rng=self.rng if getattr(quantizer, "stochastic_rounding", False) else None,
+            status=status,
+        )
+
+    def _scale(self, mode: str, index: int) -> torch.Tensor | None:
+        """Scales that come from earlier steps."""
+        return None
+
+    def _amax_row(self, mode: str, index: int) -> torch.Tensor | None:
+        """Where amaxes of this step go."""
+        return None
 
     def take_over(self, previous: RecipeState) -> None:
         """Keep what stays valid of the state before a reset."""
+        if self.rng is not None and previous.rng is not None:
+            self.rng.copy_(previous.rng)
 
+    def to(self, device: torch.device) -> None:
+        """Move tensors to a device."""
+        self.kept = None
+        self.rng = None if self.rng is None else self.rng.to(device)
+
+    @torch.no_grad()
     def update(self) -> None:
         """End of a backward pass."""
         self.updates += 1
+        if self.rng is not None:
+            self.rng[1].add_(1)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint must hold."""
-        return {}
+        return {} if self.rng is None else {"rng": self.rng}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Inverse of :meth:`state_dict`."""
+        if self.rng is not None and "rng" in tensors:
+            self.rng.copy_(tensors["rng"])
 
 
 class DelayedScalingState(RecipeState):
-    """Amax history and scales of delayed scaling.
+    """Amax history and scales of delayed scaling, for each quantiser and each of its groups or matrices.
 
-    Row 0 of a history is the amax of the step that runs now; :meth:`update` turns it into a scale and moves on.
+    Row 0 of a history is the amax of the step that runs now; :meth:`update` turns it into a scale and moves on.  All of
+    a step, recomputation under activation checkpointing too, is quantised with the scales from before it.  Columns of
+    one quantiser are neighbours: column ``i * num_scales + g`` belongs to group g of quantiser i.
 
     Attributes
     ----------
-    amax_history : dict of str to Tensor (amax_history_len, num_quantizers), fp32
-    scale : dict of str to Tensor (num_quantizers,), fp32
+    amax_history : dict of str to Tensor (amax_history_len, num_quantizers * num_scales), fp32
+    scale : dict of str to Tensor (num_quantizers * num_scales,), fp32
     """
 
     recipe: DelayedScaling
 
-    def __init__(self, recipe: DelayedScaling, num_quantizers: Mapping[str, int], device: torch.device) -> None:
-        super().__init__(recipe, num_quantizers)
-        rows = recipe.amax_history_len
-        self.amax_history = {m: torch.zeros(rows, n, device=device) for m, n in num_quantizers.items()}
-        self.scale = {m: torch.ones(n, device=device) for m, n in num_quantizers.items()}
+    def __init__(self, recipe: DelayedScaling, op: QuantizedOperation) -> None:
+        super().__init__(recipe, op)
+        rows, device = recipe.amax_history_len, _device(op)
+        columns = {mode: count * self.num_scales for mode, count in self.num_quantizers.items()}
+        self.amax_history = {mode: torch.zeros(rows, n, device=device) for mode, n in columns.items()}
+        self.scale = {mode: torch.ones(n, device=device) for mode, n in columns.items()}
+
+    def _columns(self, index: int) -> slice:
+        return slice(index * self.num_scales, (index + 1) * self.num_scales)
+
+    def _scale(self, mode: str, index: int) -> torch.Tensor:
+        return self.scale[mode][self._columns(index)]
+
+    def _amax_row(self, mode: str, index: int) -> torch.Tensor:
+        return self.amax_history[mode][0, self._columns(index)]
 
     def take_over(self, previous: RecipeState) -> None:
         """Keep scales and as much history as fits."""
-        if not isinstance(previous, DelayedScalingState) or previous.num_quantizers != self.num_quantizers:
+        if not isinstance(previous, DelayedScalingState):
             return
-        for mode, history in self.amax_history.items():
-            rows = min(len(history), len(previous.amax_history[mode]))
-            history[:rows] = previous.amax_history[mode][:rows]
-            self.scale[mode].copy_(previous.scale[mode])
+        self.load_state_dict(previous.state_dict())
+
+    def to(self, device: torch.device) -> None:
+        """Move tensors to a device."""
+        super().to(device)
+        self.amax_history = {mode: t.to(device) for mode, t in self.amax_history.items()}
+        self.scale = {mode: t.to(device) for mode, t in self.scale.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Compute scales from the history: format maximum / amax / 2^margin; then open a new row."""
+        """Compute scales from the history: format maximum / 2^margin / amax; then open a new row.
+
+        As Transformer Engine has it: an amax of 0, infinity or NaN leaves the scale as it was, a scale that is infinite
+        in fp32 becomes the largest fp32 number, and where this step's amax is 0 (a group without tokens, a pass that
+        did not run) the history does not move.
+        """
         super().update()
+        self._reduce_over_processes()
         for mode, history in self.amax_history.items():
             amax = self._amax(history)
             limit = getattr(self.recipe.fp8_format.value, "max_fwd" if mode == "forward" else "max_bwd")
@@ -98,9 +216,23 @@ class DelayedScalingState(RecipeState):
                 scale.copy_(self.recipe.scaling_factor_compute_algo(amax, scale, limit, self.recipe))
             else:
                 usable = (amax > 0) & torch.isfinite(amax)
-                scale.copy_(torch.where(usable, limit / amax / 2.0**self.recipe.margin, scale))
-            history.copy_(history.roll(1, 0))
-            history[0].zero_()
+                largest = torch.full_like(amax, limit * 2.0**-self.recipe.margin)  # a number would multiply by 1 / amax
+                scale.copy_(torch.where(usable, (largest / amax).clamp(max=FP32_MAX), scale))
+            moved = history.roll(1, 0)
+            moved[0] = 0
+            history.copy_(torch.where(history[0] != 0, moved, history))
+
+    def _reduce_over_processes(self) -> None:
+        """Take the largest amaxes of this step over the processes, in one collective."""
+        if not getattr(self.recipe, "reduce_amax", True) or not torch.distributed.is_available():
+            return
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+            return
+        rows = [history[0] for history in self.amax_history.values()]
+        together = torch.cat(rows)
+        torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX)
+        for row, reduced in zip(rows, together.split([len(row) for row in rows]), strict=True):
+            row.copy_(reduced)
 
     def _amax(self, history: torch.Tensor) -> torch.Tensor:
         algorithm = self.recipe.amax_compute_algo
@@ -137,17 +269,18 @@ def make_recipe_state(recipe: Any, op: QuantizedOperation, previous: RecipeState
         The operation.
     previous
         The state until now, of which the new one keeps what stays valid.
+
+    Raises
+    ------
+    UnsupportedError
+        If the recipe asks for quantisers that there are not.
     """
-    counts = {mode: op.num_quantizers(mode) for mode in ("forward", "backward")}
     kind = recipe_kind(recipe)
-    if kind == "high_precision" or not any(counts.values()):
+    if kind == "high_precision" or not any(op.num_quantizers(mode) for mode in MODES):
         return None
-    state: RecipeState
-    if kind == "delayed":
-        device = next((p.device for p in op.parameters()), torch.device("cpu"))  # type: ignore[attr-defined]
-        state = DelayedScalingState(recipe, counts, device)
-    else:
-        state = RecipeState(recipe, counts)
+    state = (DelayedScalingState if kind == "delayed" else RecipeState)(recipe, op)
+    if not state.quantizes:
+        return None
     if previous is not None and recipe_kind(previous.recipe) == kind:
         state.take_over(previous)
     return state
@@ -160,3 +293,22 @@ def state_key(recipe: Any) -> tuple[Any, ...]:
         return (kind, getattr(recipe, "backward_override", None), None)
     length = getattr(recipe, "amax_history_len", None) if kind == "delayed" else None
     return (type(recipe), getattr(recipe, "backward_override", None), length)
+
+
+def _role(mode: str, index: int) -> Role:
+    return "grad_output" if mode == "backward" else "weight" if index % 2 else "input"
+
+
+def _made(recipe: Any, role: Role) -> Quantizer | None:
+    """Make the quantiser of a role; that of a factory may be anything, and is checked."""
+    quantizer = quantizer_for(recipe, role)
+    if quantizer is not None and not isinstance(quantizer, Quantizer):
+        raise UnsupportedError(
+            f"quantising under {type(recipe).__name__}",
+            [f"qfactory({role!r}) returned {quantizer!r}; allowed: a cute_grouped_mlp.quantization.Quantizer or None"],
+        )
+    return quantizer
+
+
+def _device(op: Any) -> torch.device:
+    return next((p.device for p in op.parameters()), torch.device("cpu"))
