@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar, Token
+import threading
 from types import TracebackType
 from typing import Any
 
-_recipe: ContextVar[Any] = ContextVar("cute_grouped_mlp_recipe", default=None)
 
-#: The recipe in force, or None: no recipe.
-current_recipe = _recipe.get
+class _InForce(threading.local):
+    """The recipe of each thread.  Not a context variable: torch.compile guards on an attribute of an instance."""
+
+    def __init__(self) -> None:
+        self.recipe: Any = None
+
+
+in_force = _InForce()
+
+
+def current_recipe() -> Any:
+    """Return the recipe in force in this thread, or None: no recipe."""
+    return in_force.recipe
 
 
 class autocast(contextlib.ContextDecorator):
     """Run the operations of this package under a recipe, inside a ``with`` block or a decorated function.
 
-    The recipe belongs to the current thread (and task).  Backward needs no ``autocast``: it runs as its forward was
+    The recipe belongs to the current thread.  Backward needs no ``autocast``: it runs as its forward was
     planned.  Blocks nest, and one object can be entered again.
 
     Parameters
@@ -31,16 +41,17 @@ class autocast(contextlib.ContextDecorator):
         if not isinstance(enabled, bool):
             raise TypeError(f"autocast: enabled is {enabled!r}, allowed: True or False; pass the recipe as recipe=")
         self._recipe = recipe if enabled else None
-        self._tokens: list[Token[Any]] = []
+        self._outer: list[Any] = []
 
     def __enter__(self) -> autocast:
-        self._tokens.append(_recipe.set(self._recipe))
+        self._outer.append(in_force.recipe)
+        in_force.recipe = self._recipe
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _recipe.reset(self._tokens.pop())
+        in_force.recipe = self._outer.pop()
 
     def _recreate_cm(self) -> autocast:
         # Each call of a decorated function gets a block of its own, so that it may recurse and run in several threads.

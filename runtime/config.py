@@ -89,6 +89,9 @@ SETTINGS: dict[str, Setting] = {
         "Folders made by `cute-grouped-mlp build`, searched before the store.",
     ),
     "debug_checks": _switch(False, "Read the device's status word after each call (synchronises) and raise."),
+    "check_range": _switch(
+        True, "Report operands of emulated recipes outside of bfloat16's normal numbers to the device's status word."
+    ),
     "sm100": Setting(
         "off",
         str.lower,
@@ -116,6 +119,8 @@ class Settings:
     ----------
     generation : int
         Grows by one with each change.  Part of what a plan depends on.
+    stamp : str
+        The same as text: torch.compile takes numbers that change for dynamic ones.
     """
 
     fuse: bool
@@ -123,14 +128,17 @@ class Settings:
     cache_dir: Path | None
     aot_dirs: tuple[Path, ...]
     debug_checks: bool
+    check_range: bool
     sm100: str
     log_level: str | None
     plan_cache_size: int
     generation: int
+    stamp: str
     _watchers: dict[str, list[Callable[[], None]]]
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.__dict__["generation"] = 0
+        self.__dict__["stamp"] = "0"
         self.__dict__["_watchers"] = {}
         for name, setting in SETTINGS.items():
             text = environ.get(PREFIX + name.upper())
@@ -164,6 +172,7 @@ class Settings:
     def touch(self) -> None:
         """Grow :attr:`generation`: every plan is made anew at its next use."""
         self.__dict__["generation"] += 1
+        self.__dict__["stamp"] = str(self.generation)
 
     def on_change(self, name: str, function: Callable[[], None]) -> None:
         """Call a function after each change of a setting.

@@ -24,11 +24,11 @@ from .autocast import in_force
 from .caching import CacheInfo, LRUCache
 from .channels import Routing
 from .config import settings
-from .errors import FusionError, FusionFallbackWarning, ShapeError
+from .errors import FusionError, FusionFallbackWarning, ShapeError, UnsupportedError
 from .fusion import Rejection
 from .op import BasicOperation, FusibleOperation, PlannedKernel, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts
-from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key, recipe_kind
+from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
 from .recipe_state import state_key
 
 logger = logging.getLogger("cute_grouped_mlp")
@@ -276,6 +276,11 @@ class OperationFuser:
         plan = self.select(recipe, boundary, x, params)
         slots = self._routing.distribute(extra_inputs)
         contexts = make_contexts(len(slots), boundary, x_requires_grad)
+        try:
+            for context, basic_op in zip(contexts, self.basic_ops, strict=True):
+                context.quantizers = basic_op.quantizers_under(recipe)
+        except UnsupportedError:  # the call would raise it
+            return plan, []
         steps: list[PlannedKernel] = []
         for backward, ops in ((False, plan.forward_ops), (True, plan.backward_ops[::-1])):
             for op, indices in ops:
@@ -334,15 +339,12 @@ class OperationFuser:
         backward = fusion.apply(fusion.registry.backward, joint.ops, recipe)
         rejections = joint.rejections + forward.rejections + backward.rejections
         self._report(recipe, [r for r in rejections if r.wanted])
-        if recipe_kind(recipe) != "high_precision" and type(recipe).__name__ not in self._reported:
-            self._reported.add(type(recipe).__name__)
-            logger.warning("%s runs unquantised: its quantisers do not exist yet", type(recipe).__name__)
         return Plan(
             key,
             fusion.locate(forward.ops, self.basic_ops),
             fusion.locate(backward.ops, self.basic_ops),
             rejections,
-            state_key(recipe),
+            self._key_of(recipe),
         )
 
     def _report(self, recipe: Any, rejections: Sequence[Rejection]) -> None:
@@ -384,7 +386,7 @@ class OperationFuser:
             op.forget_recipe_state()
         self._state_key = None
         if recipe is not None:
-            self._reset_states(recipe, state_key(recipe))
+            self._reset_states(recipe, self._key_of(recipe))
 
     def _reset_states(self, recipe: Any, key: tuple[Any, ...]) -> None:
         with self._lock:
@@ -400,6 +402,21 @@ class OperationFuser:
                 op._state_fuser = weakref.ref(self)
             self._state_key = key
             self.recipe_state_resets += 1
+
+    def holds_state_of(self, recipe: Any) -> bool:
+        """Whether the operations' quantisation state is that of a recipe, so that a call would not reset it.
+
+        Parameters
+        ----------
+        recipe
+            None, one of ours, or a foreign one.
+        """
+        return self._state_key == self._key_of(recipe)
+
+    def _key_of(self, recipe: Any) -> tuple[Any, ...]:
+        """Say what a reset of recipe state depends on."""
+        own = [op.recipe for op in self.basic_ops if op.recipe is not None]
+        return ("per operation", state_key(recipe), *map(state_key, own)) if own else state_key(recipe)
 
     # A fuser belongs to its container: copies make their own.
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

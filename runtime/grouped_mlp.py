@@ -244,7 +244,7 @@ class FusedGroupedMLP(FusedOperation):
             found = self._tables.setdefault(key, StepKernels(launches, 0, variant.main_grads, status))
         return found.launches[role]
 
-    def _needs(
+    def needs(
         self, contexts: Sequence[OperationContext], probs: torch.Tensor | None, scale: torch.Tensor | None
     ) -> int:
         """Return the NEED_* bits of what backward has to return; 0 if there will be none."""
@@ -266,7 +266,7 @@ class FusedGroupedMLP(FusedOperation):
         """List the kernels of the step."""
         probs = basic_op_extra_inputs[1][0]
         scale = basic_op_extra_inputs[2][1] if self._fc2.scale_bias else None
-        specs = self.step_specs(self._variant(tokens, probs, scale, self._needs(basic_op_ctxs, probs, scale)))
+        specs = self.step_specs(self._variant(tokens, probs, scale, self.needs(basic_op_ctxs, probs, scale)))
         if not tokens:
             return [PlannedKernel(role, not role.startswith("fprop"), None, "no tokens, no launch") for role in specs]
         return [PlannedKernel(role, not role.startswith("fprop"), spec) for role, spec in specs.items()]
@@ -293,7 +293,7 @@ class FusedGroupedMLP(FusedOperation):
         assert sizes1 is not None
         assert sizes2 is not None
         output, grad_input = self._caller_buffers(basic_op_kwargs)
-        needs = self._needs(basic_op_ctxs, probs, scale)
+        needs = self.needs(basic_op_ctxs, probs, scale)
         if x.dim() != 2:
             x = x.reshape(-1, self._hidden)
         tokens = x.shape[0]
@@ -302,26 +302,31 @@ class FusedGroupedMLP(FusedOperation):
         if needs:
             ctx.saved = Saved(step, needs, tokens, input_.shape, grad_input, _like(probs), _like(scale))
         if step is not None:
+            w1, b1 = self._parameters_of(self._fc1)
+            w2, b2 = self._parameters_of(self._fc2)
             with self._guard():
-                self._launch_forward(ctx, step, x, sizes1, probs, sizes2, scale, y, needs)
+                saved = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
+            if needs:
+                ctx.save_for_backward(*saved)
         return y, _NO_OUTPUTS
 
     def _launch_forward(
         self,
-        ctx: OperationContext,
         step: StepKernels,
         x: torch.Tensor,
-        sizes1: torch.Tensor,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
         probs: torch.Tensor | None,
-        sizes2: torch.Tensor,
+        sizes1: torch.Tensor,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
         scale: torch.Tensor | None,
+        sizes2: torch.Tensor,
         y: torch.Tensor,
         needs: int,
-    ) -> None:
-        """Launch both kernels and save what backward reads."""
+    ) -> Tensors:
+        """Launch both kernels; returns what backward reads."""
         x = kernels.launchable(x)
-        w1, b1 = self._parameters_of(self._fc1)
-        w2, b2 = self._parameters_of(self._fc2)
         p, s = _rows(probs), _rows(scale)
         s1 = kernels.int32_sizes(sizes1)
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
@@ -331,19 +336,18 @@ class FusedGroupedMLP(FusedOperation):
         launch(*_given(x, w1, b1, p, s1, z, a), step.status, *self._activation.params, ctas)
         launch, ctas = step.launches["fprop"]
         launch(*_given(a, w2, b2, s, s2), y if y.dim() == 2 else y.view(-1, self._hidden), step.status, ctas)
-        if needs:
-            ctx.save_for_backward(
-                x if needs & NEED_W1 else None,
-                w1 if needs & NEED_X else None,
-                w2 if needs & NEED_Z else None,
-                b2 if needs & NEED_SCALE else None,
-                z,
-                a if needs & NEED_W2 and not needs & NEED_Z else None,
-                p if needs & NEED_Z else None,
-                s if needs & (NEED_B2 | NEED_SCALE) else None,
-                s1,
-                s2,
-            )
+        return (
+            x if needs & NEED_W1 else None,
+            w1 if needs & NEED_X else None,
+            w2 if needs & NEED_Z else None,
+            b2 if needs & NEED_SCALE else None,
+            z,
+            a if needs & NEED_W2 and not needs & NEED_Z else None,
+            p if needs & NEED_Z else None,
+            s if needs & (NEED_B2 | NEED_SCALE) else None,
+            s1,
+            s2,
+        )
 
     def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) and bias of a layer as kernels read them."""
@@ -424,18 +428,20 @@ class FusedGroupedMLP(FusedOperation):
         dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self._hidden)
         if dy.dtype is not self._dtype:
             dy = dy.to(self._dtype)
-        if saved.step is None:
-            grads = self._backward_of_nothing(saved, dy)
-        else:
-            with self._guard():
-                grads = self._launch_backward(saved, saved.step, kernels.launchable(dy), ctx.saved_tensors)
-        dx, dw1, db1, dprobs, dw2, db2, dscale = grads
+        dx, dw1, db1, dprobs, dw2, db2, dscale = self._backward(saved, dy, ctx.saved_tensors)
         params = [self._fc1.parameter_gradients(dw1, db1), [], self._fc2.parameter_gradients(dw2, db2)]
         of_fc2 = (None, dscale) if self._fc2.scale_bias else (None,)
         return dx, params, [(None,), (dprobs,), of_fc2]
 
+    def _backward(self, saved: Saved, dy: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
+        """Return dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed."""
+        if saved.step is None:
+            return self._backward_of_nothing(saved, dy)
+        with self._guard():
+            return self._launch_backward(saved, saved.step, kernels.launchable(dy), tensors)
+
     def _launch_backward(self, saved: Saved, step: StepKernels, dy: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
-        """Launch the kernels; returns dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed."""
+        """Launch the kernels of :meth:`_backward`."""
         x, w1, w2, b2, z, a, p, s, s1, s2 = tensors
         needs, tokens, launches, status = saved.needs, saved.tokens, step.launches, step.status
         dx = dw1 = db1 = dprobs = dw2 = db2 = dscale = dz = partial = None
@@ -531,7 +537,97 @@ class FusedGroupedMLP(FusedOperation):
         return out if out.dtype is dtype else out.to(dtype)
 
 
+    # torch.compile ----------------------------------------------------------------------------------------------------
+
+    def compilable(self) -> bool:
+        """Whether a step is a function of its tensors alone, as the operators of :mod:`.compiled` must be."""
+        linears = (self._fc1, self._fc2)
+        return not any(
+            fc.accumulate_into_main_grad or fc.delay_wgrad_compute or not fc.single_grouped_weight for fc in linears
+        )
+
+    def functional_forward(
+        self,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        sizes1: torch.Tensor,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        sizes2: torch.Tensor,
+        needs: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Forward from tensors alone.
+
+        Parameters
+        ----------
+        x, w1, b1, probs, sizes1, w2, b2, scale, sizes2
+            Inputs and parameters in the plan's type; x is (T, H).
+        needs
+            NEED_* bits.
+
+        Returns
+        -------
+        y, z, a
+            z and a where backward reads them from forward, else None.
+        """
+        if not self._fits(x, sizes1, probs, sizes2, scale):
+            self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
+        y = torch.empty_like(x)
+        if not len(x):
+            return y, None, None
+        step = self._kernels(len(x), probs, scale, needs)
+        w1, w2 = kernels.launchable(w1), kernels.launchable(w2)
+        b1, b2 = _launchable(b1), _launchable(b2)
+        with self._guard():
+            saved = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
+        return y, saved[4], saved[5]
+
+    def functional_backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
+        z: torch.Tensor | None,
+        a: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        sizes1: torch.Tensor,
+        sizes2: torch.Tensor,
+        needs: int,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Backward from tensors alone.
+
+        Parameters
+        ----------
+        dy, x, w1, w2, b2, z, a, probs, scale, sizes1, sizes2
+            dy (T, H), and what :meth:`functional_forward` took and returned.
+        needs
+            NEED_* bits.
+
+        Returns
+        -------
+        tuple
+            dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed.
+        """
+        tokens = len(x)
+        step = self._kernels(tokens, probs, scale, needs) if tokens else None
+        saved = Saved(step, needs, tokens, x.shape, None, _like(probs), _like(scale))
+        s1 = kernels.int32_sizes(sizes1)
+        s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
+        x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
+        return self._backward(saved, dy, (x, w1, w2, _launchable(b2), z, a, _rows(probs), _rows(scale), s1, s2))
+
+
 _NO_OUTPUTS: list[Tensors] = [(), (), ()]
+
+
+def _launchable(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else kernels.launchable(t)
 
 
 def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:

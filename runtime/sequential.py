@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +12,12 @@ import torch
 from .errors import FusionError, ShapeError
 from .fuser import OperationFuser
 from .op import BasicOperation, FusibleOperation, expand
+
+
+_tracing = torch.compiler.is_dynamo_compiling
+#: Containers that are alive, by number: torch.compile passes constants to what runs while it traces.
+by_number: weakref.WeakValueDictionary[int, Sequential] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class Sequential(torch.nn.Module):
@@ -28,6 +36,7 @@ class Sequential(torch.nn.Module):
         self._groups: list[OperationFuser | torch.nn.Module] = []
         self._grouped: tuple[torch.nn.Module | None, ...] | None = None
         self._num_extra_inputs = 0
+        self._register()
         for module in modules:
             if isinstance(module, torch.nn.Module):
                 self.append(module)
@@ -52,11 +61,23 @@ class Sequential(torch.nn.Module):
 
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
         self._modules[list(self._modules)[index]] = module
+        self._ungroup()
 
     def __delitem__(self, index: int | slice) -> None:
         names = list(self._modules)[index]
         for name in [names] if isinstance(names, str) else names:
             del self._modules[name]
+        self._ungroup()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, torch.nn.Module):
+            self._ungroup()
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Add a module under a name, as :meth:`torch.nn.Module.add_module`."""
+        super().add_module(name, module)
+        self._ungroup()
 
     def append(self, module: torch.nn.Module) -> Sequential:
         """Add a module at the end."""
@@ -77,6 +98,7 @@ class Sequential(torch.nn.Module):
         self.append(module)
         for name, moved in zip(list(self._modules), modules, strict=True):
             self._modules[name] = moved
+        self._ungroup()
         return self
 
     def pop(self, index: int) -> torch.nn.Module:
@@ -87,7 +109,15 @@ class Sequential(torch.nn.Module):
 
     # Pipelines --------------------------------------------------------------------------------------------------------
 
-    def _module_groups(self) -> list[OperationFuser | torch.nn.Module]:
+    def _register(self) -> None:
+        self.__dict__["number"] = next(_numbers)
+        by_number[self.number] = self
+
+    def _ungroup(self) -> None:
+        """Have the next call group the modules anew, and a graph that was made of these groups not be taken."""
+        self.__dict__.update(_groups=[], _grouped=None)
+
+    def module_groups(self) -> list[OperationFuser | torch.nn.Module]:
         """Return the modules with neighbouring operations grouped; made anew after any change of the modules."""
         modules = tuple(self._modules.values())
         if modules == self._grouped:
@@ -110,7 +140,7 @@ class Sequential(torch.nn.Module):
     @property
     def fusers(self) -> tuple[OperationFuser, ...]:
         """The fusers of the runs of operations, in order."""
-        return tuple(group for group in self._module_groups() if isinstance(group, OperationFuser))
+        return tuple(group for group in self.module_groups() if isinstance(group, OperationFuser))
 
     @property
     def fuser(self) -> OperationFuser:
@@ -158,7 +188,13 @@ class Sequential(torch.nn.Module):
         ShapeError
             If the number of extra inputs is wrong.
         """
-        groups = self._module_groups()
+        if _tracing():
+            from . import compiled
+
+            compiled.group(self.number)
+            groups = self._groups
+        else:
+            groups = self.module_groups()
         if len(extra_inputs) != self._num_extra_inputs:
             takers = [f"{type(op).__name__}: {op.num_extra_inputs}" for f in self.fusers for op in f.basic_ops]
             raise ShapeError(
@@ -194,3 +230,7 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": [], "_grouped": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._register()

@@ -1,0 +1,229 @@
+"""E10 without a GPU: torch.compile traces the fused path through torch.library operators, kernels in plain torch."""
+
+import pytest
+import torch
+
+import cute_grouped_mlp as cgm
+from cute_grouped_mlp import kernels
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
+
+# torch 2.13 looks at .grad of the output when it resumes after a graph break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+G, H, F, T = 3, 16, 24, 20
+
+
+@pytest.fixture(autouse=True)
+def provider():
+    torch.compiler.reset()
+    with kernels.using(ReferenceKernels()) as found:
+        yield found
+
+
+def make(**kwargs):
+    torch.manual_seed(0)
+    return cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16, **kwargs)
+
+
+def inputs(tokens=T, requires_grad=True):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, H, generator=generator).to(torch.bfloat16).requires_grad_(requires_grad)
+    probs = torch.rand(tokens, generator=generator).requires_grad_(requires_grad)
+    return x, torch.tensor([tokens // 2, 0, tokens // 4]), probs
+
+
+def step(call, module, *arguments):
+    """Output, and gradients of whatever requires one."""
+    y = call(*arguments)
+    wanted = [t for t in (*arguments, *module.parameters()) if t is not None and t.requires_grad]
+    grads = torch.autograd.grad(y, wanted, torch.ones_like(y)) if wanted else ()
+    return [y.detach(), *grads]
+
+
+def compiled(module, **kwargs):
+    return torch.compile(module, backend="aot_eager", **kwargs)
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"bias": True, "scale_bias": True},
+        {"activation": "srelu"},
+        {"activation": "clamped_qgeglu", "limit": 5.0},
+    ],
+    ids=str,
+)
+def test_e10_no_graph_break_and_the_same_numbers(options):
+    module = make(**options)
+    graph = compiled(module, fullgraph=True)
+    for tokens in (T, T + 4, 0):
+        assert_same(step(graph, module, *inputs(tokens)), step(module, module, *inputs(tokens)))
+
+
+@pytest.mark.parametrize("frozen", [("fc1.weight",), ("fc2.weight",), ("fc1.weight", "fc2.weight")], ids=str)
+@pytest.mark.parametrize("x_requires_grad", [True, False])
+def test_e10_only_what_is_needed(provider, frozen, x_requires_grad):
+    module = make()
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    x, sizes, probs = inputs()
+    arguments = (x.detach().requires_grad_(x_requires_grad), sizes, probs.detach())
+    expected = step(module, module, *arguments)
+    launches = provider.names()
+    provider.launches.clear()
+    assert_same(step(compiled(module, fullgraph=True), module, *arguments), expected)
+    assert provider.names() == launches
+
+
+def test_e10_no_grad_keeps_nothing(provider):
+    module = make()
+    graph = compiled(module, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*inputs()), module(*inputs()), rtol=0, atol=0)
+    assert not any(spec.store_z for spec in provider.launches)
+
+
+def test_e10_without_probs_and_with_leading_dimensions():
+    module = make()
+    x, sizes, probs = inputs()
+    graph = compiled(module, fullgraph=True)
+    assert_same(step(graph, module, x, sizes), step(module, module, x, sizes))
+    arguments = (x.detach().view(4, 5, H).requires_grad_(), sizes, probs.detach().view(4, 5).requires_grad_())
+    assert_same(step(graph, module, *arguments), step(module, module, *arguments))
+
+
+def test_e10_the_flag_is_guarded_on(provider):
+    """Toggling the recipe's flag takes the other path at once, and back again without another trace."""
+    module, recipe = make(), cgm.HighPrecision()
+    graph = compiled(module)
+
+    def launches():
+        with cgm.autocast(recipe=recipe):
+            expected = step(module, module, *inputs())
+            provider.launches.clear()
+            assert_same(step(graph, module, *inputs()), expected)
+        return provider.names()
+
+    fused = launches()
+    assert "fprop_act" in fused
+    recipe.enable_cutedsl_fused_grouped_mlp = False
+    assert "fprop_act" not in launches()
+    recipe.enable_cutedsl_fused_grouped_mlp = True
+    assert launches() == fused
+    with cgm.settings.override(fuse=False):
+        recipe.enable_cutedsl_fused_grouped_mlp = None
+        assert "fprop_act" not in launches()
+
+
+def test_e10_recipes_of_threads_are_their_own(provider):
+    """A graph that another thread's recipe made is not taken."""
+    import threading
+
+    module = make()
+    graph = compiled(module)
+    names = {}
+
+    def work(flag):
+        recipe = cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=flag)
+        with cgm.autocast(recipe=recipe), torch.no_grad():
+            graph(*inputs())
+            provider.launches.clear()
+            graph(*inputs())
+            names[flag] = provider.names()
+
+    for flag in (True, False, True):
+        thread = threading.Thread(target=work, args=(flag,))
+        thread.start()
+        thread.join()
+    assert "fprop_act" in names[True]
+    assert "fprop_act" not in names[False]
+
+
+def test_e10_autocast_inside_what_is_compiled():
+    module = make()
+
+    def call(*arguments):
+        with cgm.autocast(recipe=cgm.HighPrecision()):
+            return module(*arguments)
+
+    assert_same(step(torch.compile(call, backend="aot_eager"), module, *inputs()), step(module, module, *inputs()))
+
+
+def test_e10_torch_autocast():
+    torch.manual_seed(0)
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.float32)
+    x, sizes, probs = inputs()
+    arguments = (x.detach().float().requires_grad_(), sizes, probs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = step(module, module, *arguments)
+        found = step(compiled(module, fullgraph=True), module, *arguments)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("what", ["main_grad", "delayed", "list"])
+def test_e10_what_no_operator_covers_runs_as_before(what):
+    options = {
+        "main_grad": {"accumulate_into_main_grad": True},
+        "delayed": {"delay_wgrad_compute": True},
+        "list": {"single_grouped_weight": False},
+    }[what]
+    results = []
+    for wrap in (lambda module: module, compiled):
+        module = make(**options)
+        for p in module.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        y = wrap(module)(*inputs())
+        y.sum().backward()
+        module.backward_dw()
+        results.append([y.detach(), *[p.main_grad if what == "main_grad" else p.grad for p in module.parameters()]])
+    assert_same(*results)
+
+
+def test_e10_wrong_inputs_name_the_argument():
+    module = make()
+    x, _, probs = inputs()
+    with pytest.raises(cgm.ShapeError, match="split_sizes"):
+        compiled(module, fullgraph=True)(x, torch.tensor([1, 2]), probs)
+
+
+def test_e10_bad_splits_are_reported():
+    module = make()
+    x, _, probs = inputs()
+    with cgm.settings.override(debug_checks=True), pytest.raises(cgm.ShapeError, match="negative"):
+        compiled(module, fullgraph=True)(x, torch.tensor([T, T, T]), probs)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "scale_bias": True}], ids=str)
+def test_e10_opcheck(options):
+    """torch.library.opcheck: schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
+    module = make(**options)
+    x, sizes, probs = inputs()
+    step(compiled(module, fullgraph=True), module, x, sizes, probs)
+    fuser, (fc1, _, fc2) = module.fuser, module.fuser.basic_ops
+    ((index, op),) = fuser.compiled.items()
+    scale = torch.rand(T, requires_grad=True) if op._fc2.scale_bias else None
+    needs = (1 << 7) - 1 if scale is not None else 0b11011
+    choice = ((fuser.number << 16) + index << 8) + needs
+    arguments = (x, fc1.weight, fc1.bias, probs, sizes, fc2.weight, fc2.bias, scale, sizes, choice)
+    torch.library.opcheck(torch.ops.cute_grouped_mlp.mlp_forward, arguments)
+    y, z, a = torch.ops.cute_grouped_mlp.mlp_forward(*arguments)
+    plain = [
+        None if t is None else t.detach()
+        for t in (y, x, fc1.weight, fc2.weight, fc2.bias, z, a, probs, scale, sizes, sizes)
+    ]
+    torch.library.opcheck(torch.ops.cute_grouped_mlp.mlp_backward, (*plain, choice))
+
+
+def test_a_graph_that_outlives_its_module_says_so():
+    from cute_grouped_mlp import compiled as operators
+
+    with pytest.raises(cgm.GroupedMLPError, match="outlived"):
+        operators._operation(((1 << 40) << 24) + 1)
