@@ -34,7 +34,7 @@ def report() -> dict[str, Any]:
     dict
         ``python``, ``torch``, ``torch_cuda`` (None for a CPU build), ``cuda_problem`` (why torch cannot use a GPU, or
         None), ``devices`` (name, capability, multiprocessors, memory in GiB), and ``recipes``: for each recipe and
-        type ``status`` ("native", "emulated", "unfused" in plain torch, or "unsupported") and ``why``.
+        type ``status`` ("native", "emulated" by bfloat16 kernels, or "unfused" in plain torch) and ``why``.
     """
     problem = None
     devices = []
@@ -57,13 +57,14 @@ def report() -> dict[str, Any]:
     for recipe in _RECIPES:
         for dtype in (torch.bfloat16, torch.float16):
             answer = support.fuser_grouped_tensor_supported.uncached(recipe(), dtype, device=device)
-            plain = recipe is recipes.HighPrecision
+            emulated = [] if recipe is recipes.HighPrecision else support.emulation_reasons(dtype, device)
+            status = "native" if answer else "unfused" if emulated or recipe is recipes.HighPrecision else "emulated"
             rows.append(
                 {
                     "recipe": recipe.__name__,
                     "dtype": str(dtype).removeprefix("torch."),
-                    "status": "native" if answer else "unfused" if plain else "unsupported",
-                    "why": "; ".join(answer.reasons),
+                    "status": status,
+                    "why": "; ".join(dict.fromkeys([*answer.reasons, *emulated])),
                 }
             )
     return {

@@ -11,12 +11,14 @@ import torch
 from . import kernels
 from .autocast import current_recipe
 from .config import settings
+from .errors import UnsupportedError
 from .fuser import OperationFuser
 from .fusion import Rejection
 from .mlp import GroupedMLP
 from .op import BasicOperation, PlannedKernel
 from .pipeline import Plan
-from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
+from .recipe import FLAG, fusion_flag, recipe_key
+from .recipe_state import Quantizers
 from .sequential import Sequential
 
 _CURRENT = object()
@@ -32,19 +34,21 @@ class ExplainedKernel:
         Role, pass and spec.
     origin
         Where the kernel came from, or will come from.
-    native
-        Whether the recipe's own number formats run; False: emulated.
     """
 
     step: PlannedKernel
     origin: str
-    native: bool = True
+
+    @property
+    def native(self) -> bool:
+        """Whether operands are in the recipe's own number formats; False: emulated."""
+        return not self.step.emulated
 
     def __str__(self) -> str:
-        if self.step.spec is None:
-            return f"{self.step.role:<10} {self.step.how}"
         kind = "native" if self.native else "emulated"
-        return f"{self.step.role:<10} {self.step.spec.name}  {kind}, {self.origin}"
+        if self.step.spec is None:
+            return f"{self.step.role:<12} {self.step.how}{'' if self.native else ', emulated'}"
+        return f"{self.step.role:<12} {self.step.spec.name}  {kind}, {self.origin}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         type(module).__name__,
         _device(x.device),
         recipe_key(recipe)[0],
-        _numerics(recipe, x),
+        _numerics(recipe, x, groups),
         _policy(recipe),
         tuple(pipelines),
     )
@@ -209,10 +213,31 @@ def _device(device: torch.device) -> str:
     return f"{device}, {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def _numerics(recipe: Any, x: torch.Tensor) -> str:
-    if recipe_kind(recipe) == "high_precision":
-        return f"{x.dtype}, not quantised"
-    return f"{x.dtype}, not quantised: the quantisers of {type(recipe).__name__} do not exist yet"
+def _numerics(recipe: Any, x: torch.Tensor, fusers: Sequence[OperationFuser]) -> str:
+    """Say what operands are quantised to, of which operations, and whether that is exact."""
+    found: dict[str, list[str]] = {}
+    ops = [op for fuser in fusers for op in fuser.basic_ops]
+    for index, op in enumerate(ops):
+        try:
+            quantizers = op.quantizers_under(recipe)
+        except UnsupportedError as error:
+            return f"{x.dtype}; the call would raise: {error}"
+        quantizing = any(op.num_quantizers(mode) for mode in ("forward", "backward"))
+        if quantizing or quantizers is not None:
+            how = "not quantised" if quantizers is None else _emulation(quantizers)
+            found.setdefault(how, []).append(f"{type(op).__name__}({index})")
+    if len(found) < 2:
+        return f"{x.dtype}, {next(iter(found), 'not quantised')}"
+    return f"{x.dtype}, " + ", ".join(f"{' and '.join(names)} {how}" for how, names in found.items())
+
+
+def _emulation(quantizers: Quantizers) -> str:
+    made = [q for q in quantizers if q is not None]
+    names = sorted({type(q).__name__.removesuffix("Quantizer") for q in made})
+    exact = "exactly" if all(q.exact_in_bf16 for q in made) else "rounded to bfloat16: scales are any fp32 number"
+    override = quantizers.backward_override
+    backward = "" if override is None else f"; backward {override}"
+    return f"{type(quantizers.recipe).__name__} emulated: {', '.join(names)} operands as bfloat16, {exact}{backward}"
 
 
 def _policy(recipe: Any) -> str:

@@ -39,9 +39,21 @@ class LinearShape:
 
 
 class GroupedGemm:
-    """The passes of a grouped linear layer.  Subclasses give the three GEMMs; the rest is plain torch on the device."""
+    """The passes of a grouped linear layer.  Subclasses give the three GEMMs; the rest is plain torch on the device.
+
+    Each pass takes ``alpha``, factors of the product that quantised operands bring: fp32 of shape (G,).  In plain torch
+    any shape that broadcasts against the product will do, too: of rows (T, 1), or in wgrad of columns (G, 1, K).
+
+    Parameters
+    ----------
+    dtype
+        Type of results; that of the operands by default.
+    """
 
     name = "plain torch"
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
 
     def fprop(
         self,
@@ -50,6 +62,7 @@ class GroupedGemm:
         sizes: torch.Tensor,
         bias: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        alpha: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute y = x W^T + bias (times the scale of each row); rows past the last group are 0.
 
@@ -60,8 +73,9 @@ class GroupedGemm:
         sizes : Tensor (G,)
         bias : Tensor (G, N) or None
         scale : Tensor (T,) or None
+        alpha : Tensor (G,) or None
         """
-        y = self._product(x, w, sizes)
+        y = self._product(x, w, sizes, alpha)
         if bias is None:
             return y
         groups = rows_to_groups(sizes, x.shape[0])
@@ -70,9 +84,11 @@ class GroupedGemm:
             rows = torch.where(groups.unsqueeze(1) < len(sizes), rows * scale.unsqueeze(1), 0.0).to(y.dtype)
         return y + rows
 
-    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def dgrad(
+        self, dy: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute dx = dy W; rows past the last group are 0."""
-        return self._product(dy, w.transpose(1, 2), sizes)
+        return self._product(dy, w.transpose(1, 2), sizes, alpha)
 
     def wgrad(
         self,
@@ -81,6 +97,7 @@ class GroupedGemm:
         sizes: torch.Tensor,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
+        alpha: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute dW = dy^T x over each group's tokens; an empty group's is 0.
 
@@ -92,8 +109,9 @@ class GroupedGemm:
             Tensor (G, N, K) to write to; a new one by default.
         accumulate
             Add to ``out`` instead of overwriting it.
+        alpha : Tensor (G,) or None
         """
-        dw = self._outer(dy, x, sizes)
+        dw = self._outer(dy, x, sizes, alpha)
         if out is None:
             return dw
         return out.add_(dw) if accumulate else out.copy_(dw)
@@ -135,15 +153,20 @@ class GroupedGemm:
         tokens
             T.
         *variant
-            fprop: whether there is a bias, and the scale's type or None.  wgrad: the gradient's type, and whether it
-            accumulates.  bias_grad: the scale's type or None, and whether its gradient is wanted.  reduce: type.
+            fprop: whether there is a bias, the scale's type or None, and whether there is alpha.  dgrad: whether there
+            is alpha.  wgrad: the gradient's type, whether it accumulates, and whether there is alpha.  bias_grad: the
+            scale's type or None, and whether its gradient is wanted.  reduce: type.
         """
         return None
 
-    def _product(self, x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _product(
+        self, x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
-    def _outer(self, dy: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _outer(
+        self, dy: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None = None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -152,33 +175,56 @@ class LoopGemm(GroupedGemm):
 
     name = "torch matmul per group"
 
-    def _product(self, x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        return reference.fprop(x, w, self._ends(sizes, x))
+    def _product(
+        self, x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None
+    ) -> torch.Tensor:
+        x, w, dtype = self._widened(x, w, alpha)
+        y = reference.fprop(x, w, self._ends(sizes, x))
+        return y if dtype is None else scaled_rows(y, alpha, sizes).to(dtype)
 
-    def _outer(self, dy: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        return reference.wgrad(dy, x, self._ends(sizes, x))
+    def _outer(
+        self, dy: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        dy, x, dtype = self._widened(dy, x, alpha)
+        dw = reference.wgrad(dy, x, self._ends(sizes, x))
+        return dw if dtype is None else scaled_groups(dw, alpha).to(dtype)
+
+    def _widened(
+        self, a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
+        """Return operands in fp32, and the type of the result, where anything is done to it before it is rounded."""
+        dtype = a.dtype if self._dtype is None else self._dtype
+        if alpha is None and a.dtype == b.dtype == dtype:
+            return a, b, None
+        return a.float(), b.float(), dtype
 
     def _ends(self, sizes: torch.Tensor, x: torch.Tensor) -> list[int]:
         ends, valid = reference.offsets(sizes, x.shape[0])
         if not valid:
-            kernels.provider().status(x.device).fill_(1)
+            kernels.provider().status(x.device).bitwise_or_(kernels.INVALID_SPLITS)
         return ends
 
 
 class TorchGroupedGemm(GroupedGemm):
-    """``torch._grouped_mm`` (BF16): split sizes stay on the device."""
+    """``torch._grouped_mm`` (BF16): split sizes stay on the device, and results are rounded before alpha and after."""
 
     name = "torch._grouped_mm"
 
-    def _product(self, x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _product(
+        self, x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None
+    ) -> torch.Tensor:
         ends = self._ends(sizes, x)
         y = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+        y = scaled_rows(y, alpha, sizes).to(y.dtype)
         valid = torch.arange(x.shape[0], device=x.device) < ends[-1]
         return torch.where(valid.unsqueeze(1), y, 0.0)
 
-    def _outer(self, dy: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _outer(
+        self, dy: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None = None
+    ) -> torch.Tensor:
         ends = self._ends(sizes, x)
         dw = torch._grouped_mm(dy.t(), x, offs=ends)
+        dw = scaled_groups(dw, alpha).to(dw.dtype)
         filled = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
         return torch.where(filled.view(-1, 1, 1), dw, 0.0)
 
@@ -192,6 +238,7 @@ class KernelGemm(GroupedGemm):
     name = "cute_grouped_mlp kernels"
 
     def __init__(self, shape: LinearShape) -> None:
+        super().__init__(shape.dtype)
         self._provider = kernels.provider()
         self._shape = shape
         self._arch = self._provider.arch(shape.device)
@@ -206,14 +253,15 @@ class KernelGemm(GroupedGemm):
         sizes: torch.Tensor,
         bias: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        alpha: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As :class:`GroupedGemm`; the bias is added before the only rounding."""
         y = x.new_empty(x.shape[0], self._shape.out_features)
         if not x.shape[0]:
             return y
-        variant = (bias is not None, None if scale is None else scale.dtype)
+        variant = (bias is not None, None if scale is None else scale.dtype, alpha is not None)
         launch, ctas = self._kernel("fprop", x.shape[0], variant)
-        extra = [kernels.launchable(t) for t in (bias, scale) if t is not None]
+        extra = [kernels.launchable(t) for t in (alpha, bias, scale) if t is not None]
         with kernels.device_guard(x.device):
             launch(
                 kernels.launchable(x),
@@ -226,15 +274,18 @@ class KernelGemm(GroupedGemm):
             )
         return y
 
-    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def dgrad(
+        self, dy: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor, alpha: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As :class:`GroupedGemm`."""
         dx = dy.new_empty(dy.shape[0], self._shape.in_features)
         if not dy.shape[0]:
             return dx
-        launch, ctas = self._kernel("dgrad", dy.shape[0], ())
+        launch, ctas = self._kernel("dgrad", dy.shape[0], (alpha is not None,))
         dy, w = kernels.launchable(dy), kernels.launchable(w)
+        extra = [] if alpha is None else [kernels.launchable(alpha)]
         with kernels.device_guard(dy.device):
-            launch(dy, w, kernels.int32_sizes(sizes), dx, self._provider.status(dy.device), ctas)
+            launch(dy, w, *extra, kernels.int32_sizes(sizes), dx, self._provider.status(dy.device), ctas)
         return dx
 
     def wgrad(
@@ -244,15 +295,17 @@ class KernelGemm(GroupedGemm):
         sizes: torch.Tensor,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
+        alpha: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As :class:`GroupedGemm`; ``out`` may also be float32."""
         dw = x.new_empty(self._shape.groups, dy.shape[1], x.shape[1]) if out is None else out
         if not x.shape[0]:
             return dw if accumulate else dw.zero_()
-        launch, ctas = self._kernel("wgrad", x.shape[0], (dw.dtype, accumulate))
+        launch, ctas = self._kernel("wgrad", x.shape[0], (dw.dtype, accumulate, alpha is not None))
         dy, x = kernels.launchable(dy), kernels.launchable(x)
+        extra = [] if alpha is None else [kernels.launchable(alpha)]
         with kernels.device_guard(x.device):
-            launch(dy, x, kernels.int32_sizes(sizes), dw, self._provider.status(x.device), ctas)
+            launch(dy, x, *extra, kernels.int32_sizes(sizes), dw, self._provider.status(x.device), ctas)
         return dw
 
     def bias_grad(
@@ -315,12 +368,13 @@ class KernelGemm(GroupedGemm):
         if role == "reduce":
             return KernelSpec(self._arch, Pass.REDUCE, numerics, probs=types[0])
         spec = self._specs(tokens)[role]
+        alpha = bool(variant[-1])
         if role == "fprop":
-            return replace(spec, bias=bool(variant[0]), probs=types[1])
+            return replace(spec, bias=bool(variant[0]), probs=types[1], alpha=alpha)
         if role == "wgrad":
             out = None if variant[0] == self._shape.dtype else types[0]
-            return replace(spec, out=out, accumulate=bool(variant[1]))
-        return spec
+            return replace(spec, out=out, accumulate=bool(variant[1]), alpha=alpha)
+        return replace(spec, alpha=alpha) if alpha else spec
 
 
 _chosen: LRUCache[GroupedGemm] = LRUCache(256)
@@ -331,6 +385,37 @@ def choose(shape: LinearShape) -> GroupedGemm:
     key = (shape, settings.generation)
     found = _chosen.peek(key)
     return found if found is not None else get_or_make(_chosen, key, lambda: _choose(shape))
+
+
+def choose_quantized(shape: LinearShape, *, factors_of_rows: bool = False) -> GroupedGemm:
+    """Decide how to run a grouped linear layer on quantised operands, which are bf16 with factors.
+
+    Parameters
+    ----------
+    shape
+        Its ``dtype`` is the type of unquantised inputs and of results.
+    factors_of_rows
+        Whether alpha holds factors of rows or columns, not only of groups.
+    """
+    key = (shape, factors_of_rows, settings.generation)
+    found = _chosen.peek(key)
+    return found if found is not None else get_or_make(_chosen, key, lambda: _choose_quantized(shape, factors_of_rows))
+
+
+def quantized_problems(shape: LinearShape, factors_of_rows: bool) -> tuple[str, ...]:
+    """List every reason why this project's kernels cannot run a shape on quantised operands.
+
+    Parameters
+    ----------
+    shape, factors_of_rows
+        As :func:`choose_quantized` takes them.
+    """
+    problems = list(kernel_problems(shape))
+    if shape.dtype is not torch.bfloat16:
+        problems.append(f"kernels emulate quantised operands in bfloat16 and store bfloat16, the type is {shape.dtype}")
+    if factors_of_rows:
+        problems.append("the input has a scale for each row, kernels take one for each group")
+    return tuple(problems)
 
 
 def kernel_problems(shape: LinearShape) -> tuple[str, ...]:
@@ -348,15 +433,38 @@ def kernel_problems(shape: LinearShape) -> tuple[str, ...]:
 
 def _choose(shape: LinearShape) -> GroupedGemm:
     problems = kernel_problems(shape)
-    if not problems:
-        return KernelGemm(shape)
+    return _in_torch(shape, problems) if problems else KernelGemm(shape)
+
+
+def _choose_quantized(shape: LinearShape, factors_of_rows: bool) -> GroupedGemm:
+    problems = quantized_problems(shape, factors_of_rows)
+    return _in_torch(shape, problems) if problems else KernelGemm(shape)
+
+
+def _in_torch(shape: LinearShape, problems: tuple[str, ...]) -> GroupedGemm:
     if shape.device.type != "cuda":
-        return LoopGemm()
+        return LoopGemm(shape.dtype)
     aligned = shape.in_features % 8 == 0 and shape.out_features % 8 == 0
     if shape.dtype is torch.bfloat16 and aligned and kernels.capability(shape.device) >= (8, 0):
-        return TorchGroupedGemm()
+        return TorchGroupedGemm(shape.dtype)
     logger.warning("grouped linear runs as one matmul per group and synchronises: %s", "; ".join(problems))
-    return LoopGemm()
+    return LoopGemm(shape.dtype)
+
+
+def scaled_rows(y: torch.Tensor, alpha: torch.Tensor | None, sizes: torch.Tensor) -> torch.Tensor:
+    """Return a product (T, N) times alpha, (G,) or (T, 1), in fp32; as it is without alpha."""
+    if alpha is None:
+        return y
+    if alpha.dim() == 1:
+        alpha = torch.cat((alpha, alpha.new_zeros(1)))[rows_to_groups(sizes, y.shape[0])].unsqueeze(1)
+    return y.float() * alpha
+
+
+def scaled_groups(dw: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
+    """Return a product (G, N, K) times alpha, (G,) or (G, 1, K), in fp32; as it is without alpha."""
+    if alpha is None:
+        return dw
+    return dw.float() * (alpha.view(-1, 1, 1) if alpha.dim() == 1 else alpha)
 
 
 def rows_to_groups(sizes: torch.Tensor, tokens: int) -> torch.Tensor:

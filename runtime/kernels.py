@@ -25,7 +25,7 @@ import torch
 from .codegen import loading
 from .codegen.spec import Arch, DType, KernelSpec
 from .config import settings
-from .errors import ArtifactCorruptError, MissingArtifactError, ShapeError, UnsupportedError
+from .errors import ArtifactCorruptError, GroupedMLPError, MissingArtifactError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:  # imported where they are needed: they bring Jinja and file locks
     from .codegen.artifacts import Artifact, ArtifactStore
@@ -94,7 +94,7 @@ class KernelProvider(Protocol):
         ...
 
     def check_status(self, device: torch.device) -> None:
-        """Read the status word (synchronises) and raise ShapeError if a kernel met invalid split sizes."""
+        """Read the status word (synchronises) and raise if a kernel reported something, as :class:`StatusWords`."""
         ...
 
     def locate(self, spec: KernelSpec) -> str:
@@ -102,8 +102,12 @@ class KernelProvider(Protocol):
         ...
 
 
+#: Bits of a status word.
+INVALID_SPLITS, OUT_OF_RANGE = 1, 2
+
+
 class StatusWords:
-    """One int32 word per device, into which kernels write that split sizes were invalid."""
+    """One int32 word per device, into which kernels write what went wrong."""
 
     def __init__(self) -> None:
         self._words: dict[torch.device, torch.Tensor] = {}
@@ -119,15 +123,31 @@ class StatusWords:
         return word
 
     def check(self, device: torch.device) -> None:
-        """Read the word, clear it, and raise ShapeError if it was set."""
+        """Read the word, clear it, and raise an error that names what was set.
+
+        Raises
+        ------
+        ShapeError
+            If split sizes were invalid, whatever else was set.
+        GroupedMLPError
+            If an operand was outside of the range of emulation.
+        """
         word = self._words.get(device)
-        if word is None or not word.item():
+        bits = 0 if word is None else int(word.item())
+        if word is None or not bits:
             return
         word.zero_()
-        raise ShapeError(
-            f"split_sizes on {device}: a size was negative or the sizes summed to more than the number of rows in some "
-            "call since the last check; offsets were cut at the number of rows"
-        )
+        problems = [_STATUS[bit].format(device=device) for bit in _STATUS if bits & bit]
+        raise (ShapeError if bits & INVALID_SPLITS else GroupedMLPError)("; ".join(problems))
+
+
+_STATUS = {
+    INVALID_SPLITS: "split_sizes on {device}: a size was negative or the sizes summed to more than the number of rows "
+    "in some call since the last check; offsets were cut at the number of rows",
+    OUT_OF_RANGE: "emulated operands on {device}: in some call since the last check an element times its block's scale "
+    "was outside of bfloat16's normal numbers, where the emulation may differ from the recipe's own arithmetic "
+    "(settings.check_range = False stops looking)",
+}
 
 
 class KernelCache:
@@ -311,7 +331,7 @@ class KernelCache:
         return self._status.get(device)
 
     def check_status(self, device: torch.device) -> None:
-        """Read the status word (synchronises) and raise ShapeError if a kernel met invalid split sizes."""
+        """Read the status word (synchronises) and raise if a kernel reported something, as :class:`StatusWords`."""
         self._status.check(device)
 
     def clear(self) -> None:

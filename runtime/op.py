@@ -16,7 +16,7 @@ import torch
 from .codegen.spec import KernelSpec
 from .config import settings
 from .errors import FusionError
-from .recipe_state import RecipeState, make_recipe_state
+from .recipe_state import Quantizers, RecipeState, make_quantizers, make_recipe_state
 
 if TYPE_CHECKING:
     from .fuser import OperationFuser
@@ -41,6 +41,7 @@ class OperationContext:
     """
 
     records_amax = True
+    quantizers: Quantizers | None = None  # in planned_kernels only
     to_save: Tensors = ()
     saved_tensors: Tensors = ()
 
@@ -74,12 +75,15 @@ class PlannedKernel:
         The kernel; None where plain torch runs.
     how
         What runs where there is no kernel.
+    emulated
+        Whether quantised operands are read as bf16 numbers, not in their own format.
     """
 
     role: str
     backward: bool
     spec: KernelSpec | None = None
     how: str = "plain torch"
+    emulated: bool = False
 
 
 class FusibleOperation(torch.nn.Module):
@@ -193,6 +197,8 @@ class BasicOperation(FusibleOperation):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    #: Recipe of this operation, whatever recipe is in force; None: the one in force.
+    recipe: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,6 +392,29 @@ class BasicOperation(FusibleOperation):
             self._recipe_state.load_state_dict(self._loaded_state)
             self._loaded_state = {}
 
+    def make_quantizers(self, recipe: Any) -> Quantizers | None:
+        """Return new quantisers under a recipe, or None where nothing is quantised.
+
+        Parameters
+        ----------
+        recipe
+            The recipe in force, or None.
+        """
+        return make_quantizers(recipe if self.recipe is None else self.recipe, self)
+
+    def quantizers_under(self, recipe: Any) -> Quantizers | None:
+        """Return the quantisers that a call under a recipe would use: those of the state, if it needs no reset.
+
+        Parameters
+        ----------
+        recipe
+            The recipe in force, or None.
+        """
+        fuser = None if self._state_fuser is None else self._state_fuser()
+        if self._recipe_state is not None and fuser is not None and fuser.holds_state_of(recipe):
+            return self._recipe_state.quantizers
+        return self.make_quantizers(recipe)
+
     def forget_recipe_state(self) -> None:
         """Drop the quantisation state and what an earlier one would hand over."""
         self.reset_recipe_state(recipe=None)
@@ -483,6 +512,47 @@ class FusedOperation(FusibleOperation):
         self.basic_ops = torch.nn.ModuleList(expand(basic_ops))
         if not len(self.basic_ops):
             raise FusionError(f"{type(self).__name__} stands for no basic operation")
+
+    #: Whether a plan of this operation alone may skip contexts and routing; it then has the two methods below.
+    direct: bool = False
+
+    def direct_forward(
+        self, boundary: int, x_requires_grad: bool, x: torch.Tensor, tensors: Tensors
+    ) -> tuple[torch.Tensor, Any, Tensors]:
+        """Forward of a pipeline that is this operation alone, without caller's keyword arguments.
+
+        Parameters
+        ----------
+        boundary
+            Index of the first basic operation that needs a backward.
+        x_requires_grad
+            Whether backward has to return a gradient of the input.
+        x
+            Input.
+        tensors
+            Parameters of the basic operations in order, then their extra inputs in order.
+
+        Returns
+        -------
+        output : Tensor
+        state
+            Anything, for :meth:`direct_backward`.
+        saved : sequence of (Tensor or None)
+            For autograd to keep.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no direct forward")
+
+    def direct_backward(self, state: Any, saved: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """Backward of the same: gradients of the input, then of ``tensors``.
+
+        Parameters
+        ----------
+        state, saved
+            What forward returned.
+        grad_output
+            Gradient of the output.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no direct backward")
 
     @property
     def is_fused_op(self) -> bool:

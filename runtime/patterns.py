@@ -10,12 +10,13 @@ import torch
 from . import kernels
 from .codegen.spec import NUMERICS
 from .config import settings
+from .errors import UnsupportedError
 from .fusion import Fusion, Match, Rejection, register_forward_backward_fusion, sweep
 from .grouped_mlp import LAYOUTS, NAME, FusedGroupedMLP
 from .op import FusibleOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
-from .recipe import FLAG, fusion_flag, recipe_kind
+from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
 
 
 def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> Fusion:
@@ -72,9 +73,7 @@ def conditions(
     """
     device = fc1.fuser_parameters()[0].device
     problems = list(kernels.provider().unsupported(device))
-    kind = recipe_kind(recipe)
-    if kind != "high_precision":
-        problems.append(f"there are no kernels for the recipe {type(recipe).__name__} yet")
+    problems += quantizer_problems(fc1, fc2, recipe, dtype)
     numerics = NUMERICS.get(kernels.NUMERICS_OF.get(dtype, ""))
     if numerics is None:
         problems.append(f"kernels take bfloat16 and float16, the type is {dtype}")
@@ -107,6 +106,31 @@ def conditions(
     if any(w.dtype != fc1.weights()[0].dtype for w in fc2.weights()) and kernels.autocast_dtype(device) is None:
         problems.append(f"FC1 is {fc1.weights()[0].dtype}, FC2 is {fc2.weights()[0].dtype}")
     return tuple(problems)
+
+
+def quantizer_problems(fc1: GroupedLinear, fc2: GroupedLinear, recipe: Any, dtype: torch.dtype) -> list[str]:
+    """Every condition on the quantisers of both layers that is not met.
+
+    Parameters
+    ----------
+    fc1, fc2, recipe, dtype
+        As :func:`conditions` takes them.
+    """
+    if fc1.recipe is None and fc2.recipe is None and recipe_kind(recipe) == "high_precision":
+        return []
+    problems = []
+    made = []
+    for name, fc in (("FC1", fc1), ("FC2", fc2)):
+        try:
+            made.append(fc.quantizers_under(recipe))
+        except UnsupportedError as error:
+            problems += [f"{name}: {reason}" for reason in error.reasons]
+    own = [recipe_key(recipe if fc.recipe is None else fc.recipe)[0] for fc in (fc1, fc2)]
+    if own[0] != own[1] and not (len(made) == 2 and made[0] is made[1] is None):
+        problems.append(f"FC1 runs under {own[0]}, FC2 under {own[1]}")
+    if any(q is not None for q in made):
+        problems.append("there is no fused path for emulated recipes yet")
+    return problems
 
 
 register_forward_backward_fusion(fuse_grouped_mlp)

@@ -13,7 +13,7 @@ from .channels import Routing
 from .config import settings
 from .errors import FusionError
 from .fusion import Rejection
-from .op import BasicOperation, FusibleOperation, OperationContext, Tensors
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Tensors
 
 LocatedOps = list[tuple[FusibleOperation, tuple[int, ...]]]
 
@@ -32,6 +32,8 @@ class Plan:
         Why fusions were not used.
     state_key
         What recipe state depends on.
+    direct
+        The operation that is the whole plan and takes calls directly, without contexts and routing; None: there is none.
     """
 
     key: tuple[str, int]
@@ -39,6 +41,7 @@ class Plan:
     backward_ops: LocatedOps
     rejections: tuple[Rejection, ...]
     state_key: tuple[Any, ...]
+    direct: FusedOperation | None = None
 
     @property
     def boundary(self) -> int:
@@ -168,6 +171,40 @@ class Pipeline(torch.autograd.Function):
         return (grad_input, None, *flat, *[input_grads[index][slot] for index, slot in routing.inputs])
 
 
+class Direct(torch.autograd.Function):
+    """A plan that is one operation, as one node with nothing between autograd and that operation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: FusedOperation,
+        boundary: int,
+        x_requires_grad: bool,
+        x: torch.Tensor,
+        *tensors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the operation's forward."""
+        y, ctx.state, saved = op.direct_forward(boundary, x_requires_grad, x, tensors)
+        ctx.save_for_backward(*saved)
+        ctx.op = op
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Run the operation's backward."""
+        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    grads = ctx.op.direct_backward(ctx.state, ctx.saved_tensors, grad)
+    if settings.debug_checks:
+        kernels.provider().check_status(grad.device)
+    return (None, None, None, *grads)
+
+
+_backward_once = torch.autograd.function.once_differentiable(_backward)  # what it refuses costs time to find out
+
+
 class _InferenceContext(OperationContext):
     """Context of a call that no backward follows."""
 
@@ -177,10 +214,7 @@ class _InferenceContext(OperationContext):
 def make_contexts(count: int, boundary: int, x_requires_grad: bool) -> list[OperationContext]:
     """Make a context for each basic operation, which says whether gradients of it and of its input are needed."""
     kind = OperationContext if boundary < count else _InferenceContext
-    return [
-        kind(index >= boundary, index > boundary or (index == 0 and x_requires_grad))
-        for index in range(count)
-    ]
+    return [kind(index >= boundary, index > boundary or (index == 0 and x_requires_grad)) for index in range(count)]
 
 
 def _receive(

@@ -6,14 +6,16 @@ quantiser a recipe implies, and :func:`emulate` writes a quantised operand in bf
 
 from __future__ import annotations
 
+from .kernels import OUT_OF_RANGE
 from .quantizers.base import QuantizedTensor, Quantizer
 from .quantizers.block_fp8 import Float8BlockQuantizer
-from .quantizers.emulation import OUT_OF_RANGE, EmulatedOperand, emulate, emulated_operands
+from .quantizers.emulation import EmulatedOperand, emulate, emulated_operands
 from .quantizers.layout import swizzle, unswizzle
 from .quantizers.matrices import slot_count
 from .quantizers.mxfp8 import MXFP8Quantizer
 from .quantizers.nvfp4 import NVFP4Quantizer
 from .quantizers.per_tensor import DelayedScalingQuantizer, Float8CurrentScalingQuantizer
+from .quantizers.prequantized import prequantized
 from .quantizers.select import quantizer_for
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Quantizer",
     "emulate",
     "emulated_operands",
+    "prequantized",
     "quantizer_for",
     "slot_count",
     "swizzle",

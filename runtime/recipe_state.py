@@ -6,7 +6,8 @@ Quantisers are made then and never again: a setting that is changed later takes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +33,13 @@ class QuantizedOperation(Protocol):
         """Return the number of matrices or groups in each of them, which have scales of their own."""
         ...
 
+    def make_quantizers(self, recipe: Any) -> Quantizers | None:
+        """Return the quantisers under a recipe, or None where nothing is quantised."""
+        ...
 
-class RecipeState:
-    """Quantisation state of one operation under one recipe.
+
+class Quantizers:
+    """The quantisers of one operation under one recipe.
 
     Parameters
     ----------
@@ -45,12 +50,42 @@ class RecipeState:
 
     Attributes
     ----------
-    quantizers : dict of str to list of (Quantizer or None)
-        By mode, ``"forward"`` (input, weight, input, ...) and ``"backward"`` (gradients of outputs).
-    num_quantizers : dict of str to int
-    num_scales : int
+    recipe
+        The recipe.
+    by_mode : dict of str to list of (Quantizer or None)
+        ``"forward"``: of input and weight (and input, weight, ...); ``"backward"``: of gradients of outputs.
     backward_override
-        That of the recipe when the state was made.
+        That of the recipe now; the recipe may change later.
+    """
+
+    def __init__(self, recipe: Any, op: QuantizedOperation) -> None:
+        self.recipe = recipe
+        self.backward_override = getattr(recipe, "backward_override", None)
+        self.by_mode = {
+            mode: [_made(recipe, _role(mode, index)) for index in range(op.num_quantizers(mode))] for mode in MODES
+        }
+
+    def __iter__(self) -> Iterator[Quantizer | None]:
+        """All of them."""
+        return itertools.chain.from_iterable(self.by_mode.values())
+
+
+class RecipeState:
+    """Quantisation state of one operation under one recipe.
+
+    Parameters
+    ----------
+    quantizers
+        Its quantisers, which say what the recipe is.
+    op
+        The operation.
+
+    Attributes
+    ----------
+    recipe
+        The recipe.
+    quantizers : Quantizers
+    num_scales : int
     updates : int
         Steps whose end was reported with :meth:`update`.
     rng : Tensor (2,), int64, or None
@@ -59,27 +94,16 @@ class RecipeState:
         What the operation keeps from one micro-batch to the next.
     """
 
-    def __init__(self, recipe: Any, op: QuantizedOperation) -> None:
-        self.recipe = recipe
-        self.num_quantizers = {mode: op.num_quantizers(mode) for mode in MODES}
+    def __init__(self, quantizers: Quantizers, op: QuantizedOperation) -> None:
+        self.recipe = quantizers.recipe
+        self.quantizers = quantizers
         self.num_scales = op.num_scales()
-        self.backward_override = getattr(recipe, "backward_override", None)
         self.updates = 0
         self.kept: Any = None
-        self.quantizers = {
-            mode: [_made(recipe, _role(mode, index)) for index in range(count)]
-            for mode, count in self.num_quantizers.items()
-        }
         self.rng: torch.Tensor | None = None
-        made = [q for quantizers in self.quantizers.values() for q in quantizers]
-        if any(getattr(q, "stochastic_rounding", False) for q in made):
+        if any(_is_stochastic(q) for q in quantizers):
             # From torch's generator, so that torch.manual_seed makes training reproducible; once, not at each step.
             self.rng = torch.stack((torch.randint(1 << 62, ()), torch.zeros((), dtype=torch.int64))).to(_device(op))
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether there is any quantiser."""
-        return any(q is not None for quantizers in self.quantizers.values() for q in quantizers)
 
     def operands(
         self,
@@ -105,7 +129,7 @@ class RecipeState:
         record
             Whether amaxes count for the scales of later steps.
         """
-        quantizer = self.quantizers[mode][index]
+        quantizer = self.quantizers.by_mode[mode][index]
         assert quantizer is not None
         return emulated_operands(
             quantizer,
@@ -116,7 +140,7 @@ class RecipeState:
             columnwise=columnwise,
             scale=self._scale(mode, index),
             amax=self._amax_row(mode, index) if record else None,
-            rng=self.rng if getattr(quantizer, "stochastic_rounding", False) else None,
+            rng=self.rng if _is_stochastic(quantizer) else None,
             status=status,
         )
 
@@ -170,10 +194,10 @@ class DelayedScalingState(RecipeState):
 
     recipe: DelayedScaling
 
-    def __init__(self, recipe: DelayedScaling, op: QuantizedOperation) -> None:
-        super().__init__(recipe, op)
-        rows, device = recipe.amax_history_len, _device(op)
-        columns = {mode: count * self.num_scales for mode, count in self.num_quantizers.items()}
+    def __init__(self, quantizers: Quantizers, op: QuantizedOperation) -> None:
+        super().__init__(quantizers, op)
+        rows, device = self.recipe.amax_history_len, _device(op)
+        columns = {mode: len(made) * self.num_scales for mode, made in quantizers.by_mode.items()}
         self.amax_history = {mode: torch.zeros(rows, n, device=device) for mode, n in columns.items()}
         self.scale = {mode: torch.ones(n, device=device) for mode, n in columns.items()}
 
@@ -231,7 +255,7 @@ class DelayedScalingState(RecipeState):
         rows = [history[0] for history in self.amax_history.values()]
         together = torch.cat(rows)
         torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX)
-        for row, reduced in zip(rows, together.split([len(row) for row in rows]), strict=True):
+        for row, reduced in zip(rows, torch.split(together, [len(row) for row in rows]), strict=True):
             row.copy_(reduced)
 
     def _amax(self, history: torch.Tensor) -> torch.Tensor:
@@ -258,6 +282,27 @@ class DelayedScalingState(RecipeState):
             self.scale[mode].copy_(scale)
 
 
+def make_quantizers(recipe: Any, op: QuantizedOperation) -> Quantizers | None:
+    """Return the quantisers of an operation under a recipe, or None where nothing is quantised.
+
+    Parameters
+    ----------
+    recipe
+        None, one of ours, or a foreign one.
+    op
+        The operation.
+
+    Raises
+    ------
+    UnsupportedError
+        If the recipe asks for quantisers that there are not.
+    """
+    if recipe_kind(recipe) == "high_precision" or not any(op.num_quantizers(mode) for mode in MODES):
+        return None
+    made = Quantizers(recipe, op)
+    return made if any(q is not None for q in made) else None
+
+
 def make_recipe_state(recipe: Any, op: QuantizedOperation, previous: RecipeState | None) -> RecipeState | None:
     """Return the state of an operation under a recipe, or None where nothing is quantised.
 
@@ -275,12 +320,11 @@ def make_recipe_state(recipe: Any, op: QuantizedOperation, previous: RecipeState
     UnsupportedError
         If the recipe asks for quantisers that there are not.
     """
-    kind = recipe_kind(recipe)
-    if kind == "high_precision" or not any(op.num_quantizers(mode) for mode in MODES):
+    quantizers = op.make_quantizers(recipe)
+    if quantizers is None:
         return None
-    state = (DelayedScalingState if kind == "delayed" else RecipeState)(recipe, op)
-    if not state.quantizes:
-        return None
+    kind = recipe_kind(quantizers.recipe)
+    state = (DelayedScalingState if kind == "delayed" else RecipeState)(quantizers, op)
     if previous is not None and recipe_kind(previous.recipe) == kind:
         state.take_over(previous)
     return state
@@ -308,6 +352,10 @@ def _made(recipe: Any, role: Role) -> Quantizer | None:
             [f"qfactory({role!r}) returned {quantizer!r}; allowed: a cute_grouped_mlp.quantization.Quantizer or None"],
         )
     return quantizer
+
+
+def _is_stochastic(quantizer: Quantizer | None) -> bool:
+    return getattr(quantizer, "stochastic_rounding", False)
 
 
 def _device(op: Any) -> torch.device:

@@ -159,6 +159,22 @@ def _answer(
     return Support(tuple(reasons))
 
 
+def emulation_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Say why quantising recipes cannot run emulated, by this project's bfloat16 kernels; empty if they can.
+
+    Parameters
+    ----------
+    dtype
+        Type of the unquantised tensors.
+    device
+        Their device, with its index.
+    """
+    reasons = list(kernels.provider().unsupported(device))
+    if dtype is not torch.bfloat16:
+        reasons.append(f"the emulation reads and stores bfloat16, the type is {dtype}")
+    return reasons
+
+
 def _resolve(device: torch.device | str | int | None) -> torch.device:
     """Return a device with its index; the current one, asked for now, where none is given."""
     if device is None:

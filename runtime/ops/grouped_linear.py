@@ -11,9 +11,14 @@ import torch
 
 from .. import checks, grouped_gemm, kernels
 from ..caching import LRUCache, get_or_make
-from ..errors import ConfigError
-from ..grouped_gemm import LinearShape
+from ..errors import ConfigError, UnsupportedError
+from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
+from ..quantizers.base import Quantizer
+from ..quantizers.prequantized import quantized_of
+from ..recipe import recipe_key
+from ..recipe_state import Quantizers, RecipeState
+from . import quantized_linear as quantized
 
 #: The shared dummy gradients of weights whose gradient goes to main_grad, by shape, type, device and whether zeroed.
 dummy_gradients: LRUCache[torch.Tensor] = LRUCache(64)
@@ -45,6 +50,9 @@ class GroupedLinear(BasicOperation):
         give autograd a shared dummy.
     delay_wgrad_compute
         Compute weight gradients in :meth:`backward_dw` instead of in backward.
+    recipe
+        Recipe of this layer, whatever recipe is in force: ``HighPrecision()`` leaves it unquantised among quantised
+        layers.  None: the one in force.
 
     Attributes
     ----------
@@ -67,7 +75,9 @@ class GroupedLinear(BasicOperation):
         scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        recipe: Any = None,
     ) -> None:
+        self.__dict__["recipe"] = recipe
         self.__dict__["num_extra_inputs"] = 2 if scale_bias and bias else 1
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -149,8 +159,10 @@ class GroupedLinear(BasicOperation):
         )
 
     def fuser_stamp(self) -> Any:
-        """Packed or not: a plan for packed weights cannot run on others."""
-        return None if self.single_grouped_weight else self.is_packed()
+        """Packed or not, which plans depend on; and the layer's own recipe."""
+        if self.recipe is None:
+            return None if self.single_grouped_weight else self.is_packed()
+        return self.is_packed(), recipe_key(self.recipe)[0]
 
     def packed_weight(self) -> torch.Tensor:
         """Return the weights as one (G, out, in) tensor: a view where they are packed, else a copy."""
@@ -170,6 +182,51 @@ class GroupedLinear(BasicOperation):
             for weight, view in zip(self.weights(), packed, strict=True):
                 weight.data = view
         return self
+
+    # Quantisers -------------------------------------------------------------------------------------------------------
+
+    def num_quantizers(self, mode: str) -> int:
+        """Return 2 in forward, input and weight, and 1 in backward, the gradient of the output."""
+        return 2 if mode == "forward" else 1
+
+    def num_scales(self) -> int:
+        """Return G."""
+        return self.num_groups
+
+    def make_quantizers(self, recipe: Any) -> Quantizers | None:
+        """Return new quantisers under the layer's own recipe, or else under a recipe.
+
+        Parameters
+        ----------
+        recipe
+            The recipe in force, or None.
+
+        Raises
+        ------
+        UnsupportedError
+            If the layer's features do not fit the blocks, or quantisers do not fit each other.
+        """
+        made = super().make_quantizers(recipe)
+        if made is None:
+            return None
+        problems = quantized.feature_problems(quantized.of_linear(made), self.in_features, self.out_features)
+        if problems:
+            raise UnsupportedError(f"GroupedLinear under {type(made.recipe).__name__}", problems)
+        return made
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """Quantiser of the input, or None."""
+        state = self._recipe_state
+        return None if state is None else state.quantizers.by_mode["forward"][0]
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """Quantiser of the gradient of the output, or None."""
+        state = self._recipe_state
+        return None if state is None else state.quantizers.by_mode["backward"][0]
+
+    def _quantized_gemm(self, shape: LinearShape, made: Quantizers) -> GroupedGemm:
+        rows = quantized.of_linear(made).factors_of_rows
+        return grouped_gemm.choose_quantized(shape, factors_of_rows=rows)
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -194,22 +251,38 @@ class GroupedLinear(BasicOperation):
         """List the grouped GEMMs that the operation would run."""
         ctx = basic_op_ctxs[0]
         dtype = kernels.autocast_dtype(self.fuser_parameters()[0].device) or self.weights()[0].dtype
-        gemm = grouped_gemm.choose(self.shape(dtype))
+        shape, made = self.shape(dtype), ctx.quantizers
+        plain = grouped_gemm.choose(shape)
+        gemm = backward = plain
+        alphas = (False, False, False)
+        steps: list[PlannedKernel] = []
+        if made is not None:
+            gemm = self._quantized_gemm(shape, made)
+            q = quantized.of_linear(made)
+            backward = plain if q.backward_override == "high_precision" else gemm
+            alphas = quantized.planned_alphas(q)
+            steps = quantized.planned(q, any(w.requires_grad for w in self.weights()), ctx)
         scale = basic_op_extra_inputs[0][1] if self.scale_bias else None
         scale_dtype = None if scale is None else scale.dtype
         scale_grad = scale is not None and scale.requires_grad
         target = self.main_grad_target()
         wgrad = (dtype, False) if target is None else (target[0].dtype, target[1])
-        wanted: dict[str, tuple[bool, tuple[object, ...]]] = {
-            "fprop": (True, (self.bias is not None, scale_dtype)),
-            "dgrad": (ctx.input_requires_grad, ()),
-            "wgrad": (any(w.requires_grad for w in self.weights()), wgrad),
-            "bias_grad": (scale_grad or (self.bias is not None and self.bias.requires_grad), (scale_dtype, scale_grad)),
-            "reduce": (scale_grad, (scale_dtype,)),
+        wanted: dict[str, tuple[bool, GroupedGemm, tuple[object, ...]]] = {
+            "fprop": (True, gemm, (self.bias is not None, scale_dtype, alphas[0])),
+            "dgrad": (ctx.input_requires_grad, backward, (alphas[1],)),
+            "wgrad": (any(w.requires_grad for w in self.weights()), backward, (*wgrad, alphas[2])),
+            "bias_grad": (
+                scale_grad or (self.bias is not None and self.bias.requires_grad),
+                plain,
+                (scale_dtype, scale_grad),
+            ),
+            "reduce": (scale_grad, plain, (scale_dtype,)),
         }
-        return [
-            PlannedKernel(role, role != "fprop", gemm.spec_of(role, tokens, *variant), gemm.name)
-            for role, (wants, variant) in wanted.items()
+        return steps + [
+            PlannedKernel(
+                role, role != "fprop", runs.spec_of(role, tokens, *variant), runs.name, emulated=runs is not plain
+            )
+            for role, (wants, runs, variant) in wanted.items()
             if wants and (ctx.requires_grad or role == "fprop")
         ]
 
@@ -223,7 +296,10 @@ class GroupedLinear(BasicOperation):
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[torch.Tensor, Sequence[Tensors]]:
-        """One grouped GEMM; ``output=`` and ``grad_input=`` name buffers of the caller."""
+        """One grouped GEMM; ``output=`` and ``grad_input=`` name buffers of the caller.
+
+        ``is_first_microbatch=True`` keeps a quantised weight, ``False`` uses the one that was kept.
+        """
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[0]
         buffers = take_buffers(self, basic_op_kwargs[0])
         w, bias = self.packed_weight(), self.bias
@@ -232,24 +308,41 @@ class GroupedLinear(BasicOperation):
         sizes, scale = extra[0], (extra[1] if self.scale_bias else None)
         assert sizes is not None
         x = x.reshape(-1, self.in_features)
-        w = w.to(dtype)
-        gemm = grouped_gemm.choose(self.shape(dtype))
-        rows = None if scale is None else scale.reshape(-1)
-        y = gemm.fprop(x, w, sizes, None if bias is None else bias.to(dtype), rows)
-        shape = (*input_.shape[:-1], self.out_features)
-        y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y.view(shape))
-        if ctx.requires_grad:
-            ctx.gemm, ctx.grad_input, ctx.input_shape = gemm, buffers["grad_input"], input_.shape
-            ctx.weight_requires_grad = any(p.requires_grad for p in self.weights())
-            ctx.bias_requires_grad = bias is not None and bias.requires_grad
-            ctx.scale_requires_grad = scale is not None and scale.requires_grad
-            ctx.save_for_backward(
-                x if ctx.weight_requires_grad else None,
-                w if ctx.input_requires_grad else None,
-                bias if ctx.scale_requires_grad else None,
+        b, rows = None if bias is None else bias.to(dtype), None if scale is None else scale.reshape(-1)
+        shape, state = self.shape(dtype), self._recipe_state
+        of_weight = any(p.requires_grad for p in self.weights())
+        of_scale = scale is not None and scale.requires_grad
+        saved: Tensors
+        if state is None:
+            w = w.to(dtype)
+            gemm = ctx.gemm = grouped_gemm.choose(shape)
+            y = gemm.fprop(x, w, sizes, b, rows)
+            saved = (x if of_weight else None, w if ctx.input_requires_grad else None)
+        else:
+            gemm = ctx.gemm = self._quantized_gemm(shape, state.quantizers)
+            operands = quantized.forward_operands(
+                state,
+                x,
+                w,
                 sizes,
-                scale,
+                wgrad=ctx.requires_grad and of_weight,
+                dgrad=ctx.requires_grad and ctx.input_requires_grad,
+                record=ctx.records_amax,
+                prequantized=quantized_of(input_),
+                is_first_microbatch=basic_op_kwargs[0].get("is_first_microbatch"),
             )
+            alpha = quantized.rows_alpha(operands.x, operands.w, sizes)
+            y = gemm.fprop(operands.x.values, operands.w.values, sizes, b, rows, alpha)
+            saved = operands.to_save()
+            if state.quantizers.backward_override == "high_precision":
+                ctx.gemm = grouped_gemm.choose(shape)
+        y = y.view(*input_.shape[:-1], self.out_features)
+        y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y)
+        if ctx.requires_grad:
+            ctx.state, ctx.grad_input, ctx.input_shape = state, buffers["grad_input"], input_.shape
+            ctx.weight_requires_grad, ctx.scale_requires_grad = of_weight, of_scale
+            ctx.bias_requires_grad = bias is not None and bias.requires_grad
+            ctx.save_for_backward(bias if of_scale else None, sizes, scale, *saved)
         return y, [()]
 
     def fuser_backward(
@@ -261,24 +354,54 @@ class GroupedLinear(BasicOperation):
     ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
         """Only the passes whose results are needed."""
         ctx = basic_op_ctxs[0]
-        x, w, bias, sizes, scale = ctx.saved_tensors
+        bias, sizes, scale, *saved = ctx.saved_tensors
         assert sizes is not None
-        gemm: grouped_gemm.GroupedGemm = ctx.gemm
+        gemm: GroupedGemm = ctx.gemm
         dy = grad_output.reshape(-1, self.out_features)
         dx = dw = dbias = dscale = None
-        if ctx.input_requires_grad and w is not None:
-            dx = gemm.dgrad(dy.to(w.dtype), w, sizes).view(ctx.input_shape)
+        for_dgrad, for_wgrad = self._backward_operands(ctx, dy, grad_output, sizes, saved)
+        if for_dgrad is not None:
+            dx = gemm.dgrad(*for_dgrad).view(ctx.input_shape)
             dx = checks.into_buffer(type(self).__name__, "grad_input", ctx.grad_input, dx)
-        if ctx.weight_requires_grad and x is not None:
-            operands = (dy.to(x.dtype), x, sizes)
-            dw = self.weight_gradient(lambda out, accumulate: gemm.wgrad(*operands, out, accumulate))
+        if for_wgrad is not None:
+            dy_w, x_w, slots, alpha = for_wgrad
+            dw = self.weight_gradient(lambda out, accumulate: gemm.wgrad(dy_w, x_w, slots, out, accumulate, alpha))
         if ctx.bias_requires_grad or ctx.scale_requires_grad:
             rows = None if scale is None else scale.reshape(-1)
-            dbias, dscale = gemm.bias_grad(dy, sizes, rows, None if bias is None else bias.to(dy.dtype))
+            unquantized = gemm if ctx.state is None else grouped_gemm.choose(self.shape(dy.dtype))
+            dbias, dscale = unquantized.bias_grad(dy, sizes, rows, None if bias is None else bias.to(dy.dtype))
             if dscale is not None and scale is not None:
                 dscale = dscale.view(scale.shape)
         grads = self.parameter_gradients(dw, dbias if ctx.bias_requires_grad else None)
         return dx, [grads], [(None, dscale) if self.scale_bias else (None,)]
+
+    def _backward_operands(
+        self, ctx: OperationContext, dy: torch.Tensor, grad_output: torch.Tensor, sizes: torch.Tensor, saved: Tensors
+    ) -> tuple[Any, Any]:
+        """Return the arguments of dgrad and of wgrad: operands, sizes and alpha; None where not needed."""
+        state: RecipeState | None = ctx.state
+        if state is None:
+            x, w = saved
+            return (
+                (dy.to(w.dtype), w, sizes, None) if w is not None and ctx.input_requires_grad else None,
+                (dy.to(x.dtype), x, sizes, None) if x is not None and ctx.weight_requires_grad else None,
+            )
+        kept_x, kept_w = quantized.saved_operands(saved)
+        for_dgrad, for_wgrad = quantized.gradient_operands(
+            state,
+            dy,
+            sizes,
+            wgrad=kept_x is not None,
+            dgrad=kept_w is not None,
+            prequantized=quantized_of(grad_output),
+        )
+        dgrad = wgrad = None
+        if kept_w is not None and for_dgrad is not None:
+            dgrad = for_dgrad.values, kept_w.values, sizes, quantized.rows_alpha(for_dgrad, kept_w, sizes)
+        if kept_x is not None and for_wgrad is not None:
+            slots = sizes if for_wgrad.sizes is None else for_wgrad.sizes
+            wgrad = for_wgrad.values, kept_x.values, slots, quantized.groups_alpha(for_wgrad, kept_x)
+        return dgrad, wgrad
 
     # Gradients of parameters ------------------------------------------------------------------------------------------
 
@@ -395,16 +518,19 @@ def _positive(value: Any) -> bool:
 
 
 def take_buffers(op: BasicOperation, kwargs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
-    """Return the caller's ``output`` and ``grad_input`` buffers.
+    """Return the caller's ``output`` and ``grad_input`` buffers, after checking that there is no unknown keyword.
 
     Raises
     ------
     TypeError
         If there is another keyword.
     """
-    unknown = sorted(set(kwargs) - {"output", "grad_input"})
+    unknown = sorted(set(kwargs) - {"output", "grad_input", "is_first_microbatch"})
     if unknown:
-        raise TypeError(f"{type(op).__name__} takes the keywords output and grad_input, got {', '.join(unknown)}")
+        raise TypeError(
+            f"{type(op).__name__} takes the keywords output, grad_input and is_first_microbatch, "
+            f"got {', '.join(unknown)}"
+        )
     return {"output": kwargs.get("output"), "grad_input": kwargs.get("grad_input")}
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import GroupedMLPError, UnsupportedError
+from ..kernels import OUT_OF_RANGE
 from .base import Direction, QuantizedTensor, Quantizer
-
-#: Bit of a status word: a product of an element and its scale is outside of bf16's normal numbers.
-OUT_OF_RANGE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def emulated_operands(
     amax : Tensor (count,), fp32, optional
         Raised to the amaxes of ``x``: the history of delayed scaling.
     status : Tensor (1,), int32, optional
-        Gets the bit :data:`OUT_OF_RANGE` if a product is outside of bf16's normal numbers, without waiting.
+        Gets the bit ``OUT_OF_RANGE`` if a product is outside of bf16's normal numbers, without waiting.
 
     Returns
     -------
@@ -121,7 +119,7 @@ def emulate(
         Raise if a product is outside of bf16's normal numbers, 2^-126 to 3.39e38, where tensor cores may differ from
         Blackwell's.  Waits for the device.
     status : Tensor (1,), int32, optional
-        Gets the bit :data:`OUT_OF_RANGE` in that case, without waiting.
+        Gets the bit ``OUT_OF_RANGE`` in that case, without waiting.
 
     Returns
     -------
