@@ -102,7 +102,7 @@ def reference_kernel(spec: KernelSpec) -> Callable[..., None]:
 def _ends(sizes: torch.Tensor, tokens: int, status: torch.Tensor | None) -> list[int]:
     ends, valid = reference.offsets(sizes, tokens)
     if not valid and status is not None:
-        status.fill_(1)
+        status.bitwise_or_(kernels.INVALID_SPLITS)
     return ends
 
 

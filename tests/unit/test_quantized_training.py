@@ -1,0 +1,583 @@
+"""Training under quantising recipes on the CPU, against a float64 replay of every quantisation point."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import cute_grouped_mlp as cgm
+from cute_grouped_mlp import kernels, reference_quantized
+from cute_grouped_mlp import quantization as cgq
+from cute_grouped_mlp.errors import GroupedMLPError, UnsupportedError
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
+from cute_grouped_mlp.reference_quantized import LinearReplay
+
+BF16 = torch.bfloat16
+G, H, F = 3, 64, 96
+SPLITS = (40, 0, 75)
+FP8, FP4 = 0.03, 0.05
+HYBRID = {"fp8_format": cgm.Format.HYBRID}
+UNFUSED = {"enable_cutedsl_fused_grouped_mlp": False}
+#: Recipes with their bounds of rms(error) / rms(reference).
+RECIPES = {
+    "current": (cgm.Float8CurrentScaling, {}, FP8),
+    "current_pow2": (cgm.Float8CurrentScaling, {"use_power_2_scales": True}, FP8),
+    "delayed": (cgm.DelayedScaling, {}, FP8),
+    "block": (cgm.Float8BlockScaling, {}, FP8),
+    "block_f32": (cgm.Float8BlockScaling, {"use_f32_scales": True}, FP8),
+    "mxfp8": (cgm.MXFP8BlockScaling, {}, FP8),
+    "mxfp8_hybrid": (cgm.MXFP8BlockScaling, HYBRID, FP8),
+    "mxfp8_2d": (cgm.MXFP8BlockScaling, {"enable_2d_quantization": True}, FP8),
+    "nvfp4": (cgm.NVFP4BlockScaling, {}, FP4),
+    "nvfp4_plain": (cgm.NVFP4BlockScaling, {"disable_rht": True, "disable_stochastic_rounding": True}, FP4),
+    "nvfp4_1d": (cgm.NVFP4BlockScaling, {"disable_2d_quantization": True}, FP4),
+}
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def path(request):
+    """Plain torch, and the host code of kernels with torch functions in their place."""
+    if request.param == "torch":
+        yield request.param
+        return
+    with kernels.using(ReferenceKernels()):
+        yield request.param
+
+
+def recipe_of(name, **more):
+    cls, fields, _ = RECIPES[name]
+    return cls(**{**fields, **more})
+
+
+def module_of(dtype=BF16, hidden=H, ffn=F, groups=G, **options):
+    torch.manual_seed(0)
+    return cgm.GroupedMLP(groups, hidden, ffn, dtype=dtype, **options)
+
+
+def operands(splits=SPLITS, hidden=H, tail=9, dtype=BF16, seed=1):
+    """x, sizes, probs and dy; rows past the sum are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(splits)
+    x, dy = (torch.randn(total + tail, hidden, generator=generator).to(dtype) for _ in range(2))
+    probs = torch.rand(total + tail, generator=generator)
+    for t in (x, dy, probs):
+        t[total:] = torch.nan
+    return x, torch.tensor(splits), probs, dy
+
+
+def step(module, x, sizes, probs, dy, recipe=None, frozen=(), **kwargs):
+    tensors = {"x": x, "probs": probs, **dict(module.named_parameters())}
+    for name, t in tensors.items():
+        t.grad = None
+        t.requires_grad_(name not in frozen)
+    with cgm.autocast(recipe=recipe):
+        y = module(x, sizes, probs, **kwargs)
+        y.backward(dy)
+    return {"y": y.detach()} | {name: t.grad for name, t in tensors.items() if t.grad is not None}
+
+
+def replayed(module, x, sizes, probs, dy, replays, round_grad):
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+    act = module.activation
+    s = reference_quantized.grouped_mlp(
+        x.detach(),
+        weights["fc1.weight"],
+        weights["fc2.weight"],
+        sizes,
+        probs.detach(),
+        dy,
+        fc1=replays[0],
+        fc2=replays[1],
+        activation=act.activation,
+        interleave=act.glu_interleave_size,
+        params=act.params,
+        b1=weights.get("fc1.bias"),
+        b2=weights.get("fc2.bias"),
+        round_grad=round_grad,
+    )
+    found = {"y": s.y, "x": s.dx, "probs": s.dprobs, "fc1.weight": s.dw1, "fc2.weight": s.dw2}
+    found |= {"fc1.bias": s.db1, "fc2.bias": s.db2}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def replays_of(module):
+    return [
+        LinearReplay() if fc.recipe_state is None else LinearReplay.of_state(fc.recipe_state)
+        for fc in (module.fc1, module.fc2)
+    ]
+
+
+def is_fused(module):
+    return isinstance(module.fuser.last_plan.forward_ops[0][0], cgm.FusedGroupedMLP)
+
+
+def assert_close(got, expected, bound):
+    assert set(got) == set(expected)
+    for name, want in expected.items():
+        have = got[name].double()
+        assert torch.isfinite(have).all(), name
+        assert ((have - want).pow(2).mean() / want.pow(2).mean()).sqrt() <= bound, name
+        assert abs(have.norm() / want.norm() - 1) <= 0.01, name
+
+
+def trained(module, recipe, steps=1):
+    """State as after some steps, so that delayed scaling has scales."""
+    for seed in range(steps):
+        step(module, *operands(seed=10 + seed), recipe=recipe)
+    return module
+
+
+# E1: numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_e1_recipes_against_float64(path, name, bias):
+    recipe, bound = recipe_of(name), RECIPES[name][2]
+    module = trained(module_of(bias=bias), recipe)
+    args = operands()
+    replays = replays_of(module)
+    assert all(replay.quantizers["input"] is not None for replay in replays)
+    got = step(module, *args, recipe=recipe)
+    assert_close(got, replayed(module, *args, replays, round_grad=not is_fused(module)), bound)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_e1_backward_override(path, name, override):
+    recipe, bound = recipe_of(name, backward_override=override), RECIPES[name][2]
+    module = trained(module_of(bias=True), recipe)
+    args = operands()
+    replays = replays_of(module)
+    got = step(module, *args, recipe=recipe)
+    assert_close(got, replayed(module, *args, replays, round_grad=not is_fused(module)), bound)
+    if override == "high_precision":  # on what forward stored, backward is that of no recipe
+        plain = replayed(module, *args, [LinearReplay(), LinearReplay()], round_grad=True)
+        assert_close({"b": got["fc2.bias"]}, {"b": plain["fc2.bias"]}, 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4_plain"])
+def test_e1_other_types_run_in_plain_torch(path, name, dtype):
+    recipe, bound = recipe_of(name), RECIPES[name][2]
+    module = module_of(dtype)
+    args = operands(dtype=dtype)
+    step(module, *args, recipe=recipe)
+    replays = replays_of(module)
+    got = step(module, *args, recipe=recipe)
+    assert not is_fused(module)
+    assert_close(got, replayed(module, *args, replays, round_grad=True), bound)
+    assert "bfloat16, the type is" in str(cgm.explain(module, *args[:3], recipe=recipe))
+
+
+def test_e1_row_scaled_activations_run_unfused(path):
+    recipe = recipe_of("nvfp4", row_scaled_activation=True)
+    module, args = module_of(), operands()
+    step(module, *args, recipe=recipe)
+    replays = replays_of(module)
+    got = step(module, *args, recipe=recipe)
+    assert not is_fused(module)
+    assert_close(got, replayed(module, *args, replays, round_grad=True), FP4)
+    recipe.backward_override = "dequantized"
+    step(module, *args, recipe=recipe)
+    replays = replays_of(module)
+    got = step(module, *args, recipe=recipe)
+    assert_close(got, replayed(module, *args, replays, round_grad=True), FP4)
+
+
+def test_e1_a_list_of_weights_gives_the_same_bits(path):
+    recipe = recipe_of("delayed")
+    one, many = module_of(bias=True), module_of(bias=True, single_grouped_weight=False)
+    with torch.no_grad():
+        for fc, other in ((one.fc1, many.fc1), (one.fc2, many.fc2)):
+            other.packed_weight().copy_(fc.weight)
+            other.bias.copy_(fc.bias)
+    for _ in range(2):
+        a, b = step(one, *operands(), recipe=recipe), step(many, *operands(), recipe=recipe)
+    assert torch.equal(a["y"], b["y"])
+    assert torch.equal(a["x"], b["x"])
+    for fc in ("fc1", "fc2"):
+        assert torch.equal(a[f"{fc}.weight"], torch.stack([b[f"{fc}.weight{g}"] for g in range(G)]))
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("fc1.weight",), ("fc2.weight",), ("x", "fc1.weight"), ("probs", "x")])
+def test_e4_frozen_parts(path, frozen):
+    recipe = recipe_of("mxfp8")
+    module = module_of()
+    want = step(module, *operands(), recipe=recipe)
+    got = step(module, *operands(), recipe=recipe, frozen=frozen)
+    assert set(got) == set(want) - set(frozen)
+    assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+def test_n5_gradients_are_e5m2_under_hybrid(path):
+    """Gradients that E4M3 would cut or lose: the norm shows it, a cosine would not."""
+    module = module_of()
+    x, sizes, probs, dy = operands()
+    dy = dy * torch.logspace(-4, 4, H).to(BF16)
+    recipe = recipe_of("mxfp8_hybrid")
+    got = step(module, x, sizes, probs, dy, recipe=recipe)
+    assert module.fc1.recipe_state.quantizers.by_mode["backward"][0].fp8_dtype is torch.float8_e5m2
+    want = replayed(module, x, sizes, probs, dy, replays_of(module), round_grad=not is_fused(module))
+    assert_close(got, want, FP8)
+    e4m3 = dataclasses.replace(
+        LinearReplay.of_state(module.fc2.recipe_state),
+        quantizers=dict(LinearReplay.of_state(module.fc2.recipe_state).quantizers, grad_output=cgq.MXFP8Quantizer()),
+    )
+    other = replayed(module, x, sizes, probs, dy, [LinearReplay.of_state(module.fc1.recipe_state), e4m3], True)
+    assert not torch.equal(want["fc2.weight"], other["fc2.weight"])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "block", "delayed"])
+def test_n14_a_short_total_in_one_and_two_groups(path, name, groups):
+    recipe = recipe_of(name)
+    module = module_of(groups=groups)
+    args = operands((128,) if groups == 1 else (100, 28), tail=128)
+    step(module, *args, recipe=recipe)
+    replays = replays_of(module)
+    got = step(module, *args, recipe=recipe)
+    assert_close(got, replayed(module, *args, replays, round_grad=not is_fused(module)), RECIPES[name][2])
+
+
+# Recipe state ---------------------------------------------------------------------------------------------------------
+
+
+def test_a4_disable_rht_takes_effect_at_the_next_state_reset():
+    recipe = cgm.NVFP4BlockScaling()
+    module = module_of()
+    step(module, *operands(), recipe=recipe)
+    quantizer = module.fc1.recipe_state.quantizers.by_mode["forward"][0]
+    assert quantizer.with_rht
+    recipe.disable_rht = True
+    step(module, *operands(), recipe=recipe)  # another plan, the same quantisers (B4)
+    assert module.fc1.recipe_state.quantizers.by_mode["forward"][0] is quantizer
+    module.reset_recipe_state()
+    step(module, *operands(), recipe=recipe)
+    assert not module.fc1.recipe_state.quantizers.by_mode["forward"][0].with_rht
+
+
+def test_b4_switching_plans_keeps_quantisers_and_history(path):
+    recipe = recipe_of("delayed")
+    module = trained(module_of(), recipe, steps=2)
+    state = module.fc1.recipe_state
+    history = state.amax_history["forward"].clone()
+    with torch.no_grad(), cgm.autocast(recipe=recipe):
+        module(*operands(seed=5)[:3])
+    assert module.fc1.recipe_state is state
+    assert torch.equal(state.amax_history["forward"], history)  # evaluation counts for nothing
+    recipe.enable_cutedsl_fused_grouped_mlp = False
+    step(module, *operands(seed=6), recipe=recipe)
+    recipe.enable_cutedsl_fused_grouped_mlp = None
+    step(module, *operands(seed=7), recipe=recipe)
+    assert module.fc1.recipe_state is state
+    assert state.updates == 4
+    module(*operands(seed=8)[:3])  # no recipe: nothing is quantised, and history waits
+    assert module.fc1.recipe_state is None
+    assert "fc1.recipe_state.scale_forward" in module.state_dict()
+    step(module, *operands(seed=9), recipe=recipe)
+    assert module.fc1.recipe_state is not state
+    assert torch.equal(module.fc1.recipe_state.amax_history["forward"][2:6], state.amax_history["forward"][1:5])
+
+
+def test_n13_delayed_scaling_uses_the_scales_from_before_the_step():
+    module, recipe = module_of(), recipe_of("delayed")
+    x, sizes, probs, dy = operands()
+    step(module, x, sizes, probs, dy, recipe=recipe)
+    state = module.fc1.recipe_state
+    for mode, columns in (("forward", 2 * G), ("backward", G)):
+        assert state.amax_history[mode].shape == (1024, columns)
+        assert state.scale[mode].shape == (columns,)
+    amax = torch.stack(
+        [part.detach().float().abs().amax() if len(part) else torch.tensor(0.0) for part in x.split((*SPLITS, 9))]
+    )
+    assert torch.equal(state.amax_history["forward"][1, :G], amax[:G])
+    assert torch.equal(state.amax_history["forward"][1, G:], module.fc1.weight.detach().float().abs().amax((1, 2)))
+    assert not state.amax_history["forward"][0].any()
+    want = torch.where(amax[:G] > 0, torch.full_like(amax[:G], 448.0) / amax[:G], 1.0)
+    assert torch.equal(state.scale["forward"][:G], want)
+    before = state.scale["forward"].clone()
+    seen = []
+    original = cgq.DelayedScalingQuantizer.quantize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cgq.DelayedScalingQuantizer,
+            "quantize",
+            lambda self, *a, scale=None, **k: seen.append(scale.clone()) or original(self, *a, scale=scale, **k),
+        )
+        step(module, 3 * x.detach(), sizes, probs, dy, recipe=recipe)
+    assert torch.equal(seen[0], before[:G])
+    assert torch.allclose(state.scale["forward"][0], before[0] / 3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", RECIPES)
+def test_n13_checkpointed_is_bitwise_plain(path, name, use_reentrant):
+    recipe = recipe_of(name)
+    plain = trained(module_of(), recipe)
+    again = copy.deepcopy(plain)
+
+    class Checkpointed:
+        named_parameters = again.named_parameters
+
+        def __call__(self, *inputs):
+            return cgm.checkpoint(again, *inputs, use_reentrant=use_reentrant)
+
+    for seed in (3, 4):
+        want = step(plain, *operands(seed=seed), recipe=recipe)
+        got = step(Checkpointed(), *operands(seed=seed), recipe=recipe)
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    a, b = plain.fc1.recipe_state, again.fc1.recipe_state
+    assert (a.updates, b.updates) == (3, 2)  # that of the copy was made anew, and took over
+    assert all(torch.equal(t, b.state_dict()[key]) for key, t in a.state_dict().items())
+
+
+def test_state_dict_restores_scales_and_random_numbers():
+    for name in ("delayed", "nvfp4"):
+        recipe = recipe_of(name)
+        trained_one = trained(module_of(), recipe, steps=2)
+        fresh = module_of()
+        fresh.load_state_dict(trained_one.state_dict())
+        a, b = step(trained_one, *operands(), recipe=recipe), step(fresh, *operands(), recipe=recipe)
+        assert all(torch.equal(b[key], a[key]) for key in a)
+
+
+def test_stochastic_rounding_draws_anew_at_each_step_and_follows_the_seed():
+    recipe = recipe_of("nvfp4")
+    args = operands()
+    torch.manual_seed(7)
+    module = module_of()
+    first, second = step(module, *args, recipe=recipe), step(module, *args, recipe=recipe)
+    assert torch.equal(first["y"], second["y"])
+    assert not torch.equal(first["fc1.weight"], second["fc1.weight"])
+    torch.manual_seed(7)
+    again = module_of()
+    assert torch.equal(step(again, *args, recipe=recipe)["fc1.weight"], first["fc1.weight"])
+
+
+def test_an_operation_in_two_pipelines_is_quantised_as_each_says():
+    recipe = recipe_of("mxfp8")
+    fc = cgm.GroupedLinear(G, H, F, dtype=BF16)
+    both = cgm.Sequential(fc, cgm.GroupedLinear(G, F, H, dtype=BF16))
+    x, sizes, _, _ = operands()
+    with torch.no_grad():
+        with cgm.autocast(recipe=recipe):
+            quantised = both(x, sizes, sizes)
+        fc(x, sizes)  # alone, without a recipe: this drops the state
+        with cgm.autocast(recipe=recipe):
+            assert torch.equal(both(x, sizes, sizes), quantised)
+
+
+def test_delayed_scales_follow_transformer_engine_where_an_amax_is_no_help():
+    from cute_grouped_mlp.recipe_state import make_recipe_state
+
+    op = cgm.GroupedLinear(4, 32, 32)
+    state = make_recipe_state(cgm.DelayedScaling(amax_history_len=2, margin=1), op, None)
+    state.scale["backward"].fill_(5.0)
+    state.amax_history["backward"][1] = torch.tensor([0.0, 9.0, 0.0, 1.0])
+    state.amax_history["backward"][0] = torch.tensor([0.0, torch.inf, 1e-40, 3.0])
+    state.update()
+    third = (torch.tensor(57344.0 / 2) / 3).item()
+    assert state.scale["backward"].tolist() == [5.0, 5.0, torch.finfo(torch.float32).max, third]
+    rows = state.amax_history["backward"]
+    assert rows[0].tolist() == [0.0] * 4
+    assert rows[1].tolist() == pytest.approx([0.0, torch.inf, 1e-40, 3.0])
+    state.update()  # nothing ran: histories stay where they are
+    assert rows[1].tolist() == pytest.approx([0.0, torch.inf, 1e-40, 3.0])
+
+
+def test_delayed_amaxes_are_reduced_over_processes(tmp_path):
+    import torch.multiprocessing as mp
+
+    mp.spawn(_reduce_amaxes, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+def _reduce_amaxes(rank, store):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    recipe = cgm.DelayedScaling()
+    op = cgm.GroupedLinear(2, 32, 32, dtype=BF16)
+    for reduce_amax, expected in ((True, 7.0), (False, 3.0 + 4 * rank)):
+        recipe.reduce_amax = reduce_amax
+        op.forget_recipe_state()
+        op.fuser.reset_recipe_state()
+        x = torch.full((4, 32), 3.0 + 4 * rank, dtype=BF16, requires_grad=True)
+        with cgm.autocast(recipe=recipe):
+            op(x, torch.tensor([4, 0])).sum().backward()
+        assert op.recipe_state.amax_history["forward"][1, 0] == expected
+    dist.destroy_process_group()
+
+
+# E6, N12, micro-batches, range ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_hybrid", "block"])
+def test_e6_quantised_inputs_and_gradients_equal_their_dequantised_values(path, name):
+    recipe = recipe_of(name)
+    module = module_of(bias=True)
+    x, sizes, probs, dy = operands()
+    step(module, x, sizes, probs, dy, recipe=recipe)
+    (quantize_x, _), (quantize_dy,) = module.fc1.recipe_state.quantizers.by_mode.values()
+    qx, qdy = quantize_x.quantize(x.detach(), sizes), quantize_dy.quantize(dy, sizes)
+    got = step(module, cgq.prequantized(qx), sizes, probs, cgq.prequantized(qdy), recipe=recipe)
+    want = step(module, qx.dequantize(), sizes, probs, qdy.dequantize(), recipe=recipe)
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4_plain"])
+def test_e6_quantised_inputs_are_read_as_they_are(path, name):
+    """Scales of whole tensors do not survive dequantising to bf16: the operands themselves are compared."""
+    recipe = recipe_of(name)
+    module = cgm.GroupedLinear(G, H, F, bias=False, dtype=BF16)
+    x, sizes, _, _ = operands()
+    with cgm.autocast(recipe=recipe):
+        module(x, sizes)
+        quantizer = cgq.MXFP8Quantizer(block := torch.float8_e5m2)  # of another recipe than the one in force
+        q = quantizer.quantize(x, sizes)
+        y = module(cgq.prequantized(q), sizes)
+    assert quantizer.fp8_dtype is block
+    replay = dataclasses.replace(LinearReplay.of_state(module.recipe_state))
+    values = q.operand("rowwise", torch.float64)
+    want = reference_quantized.reference.fprop(
+        values, replay.weight(module.weight.detach(), "rowwise"), [0, 40, 40, 115]
+    )
+    assert_close({"y": y.detach()}, {"y": want}, 5e-3)
+
+
+def test_e6_prequantised_tensors_are_plain_ones_elsewhere():
+    x, sizes, probs, _ = operands()
+    q = cgq.MXFP8Quantizer().quantize(x, sizes)
+    t = cgq.prequantized(q)
+    assert torch.equal(t, q.dequantize())
+    assert type(t * 1) is torch.Tensor
+    module = module_of()
+    assert torch.equal(module(t, sizes, probs), module(q.dequantize(), sizes, probs))  # no recipe: unquantised
+    wrong = cgq.prequantized(cgq.Float8CurrentScalingQuantizer().quantize(x, torch.tensor([40, 75])))
+    with cgm.autocast(recipe=recipe_of("current")), pytest.raises(cgm.ShapeError, match="2 groups, allowed: 1 or 3"):
+        module(wrong, sizes, probs)
+
+
+@pytest.mark.parametrize("which", ["fc1", "fc2"])
+def test_n12_d5_a_layer_keeps_its_own_recipe(path, which):
+    quantised, plain = recipe_of("mxfp8"), cgm.HighPrecision()
+    module = module_of()
+    getattr(module, which).recipe = plain
+    module = copy.deepcopy(module)  # its fuser is made with the recipe in place
+    args = operands()
+    got = step(module, *args, recipe=quantised)
+    states = {name: getattr(module, name).recipe_state for name in ("fc1", "fc2")}
+    assert states.pop(which) is None
+    assert next(iter(states.values())) is not None
+    assert not is_fused(module)
+    assert_close(got, replayed(module, *args, replays_of(module), round_grad=True), 0.03)
+    explanation = cgm.explain(module, *args[:3], recipe=quantised)
+    assert "FC1 runs under" in str(explanation)
+    number = {"fc1": 0, "fc2": 2}[which]
+    assert f"GroupedLinear({number}) not quantised" in explanation.numerics
+    assert f"GroupedLinear({2 - number}) MXFP8BlockScaling emulated" in explanation.numerics
+
+
+def test_n12_a_layer_quantises_without_a_recipe_in_force():
+    recipe = recipe_of("delayed")
+    fc = cgm.GroupedLinear(G, H, F, dtype=BF16, recipe=recipe)
+    x, sizes, _, _ = operands()
+    x.requires_grad_()
+    fc(x, sizes).sum().backward()
+    fc(x, sizes).sum().backward()
+    assert fc.recipe_state.updates == 2
+    assert fc.recipe_state.amax_history["forward"][2].any()
+
+
+def test_weights_are_kept_only_when_the_caller_says_so(path):
+    recipe = recipe_of("mxfp8")
+    fc = cgm.GroupedLinear(G, H, F, bias=False, dtype=BF16)
+    x, sizes, _, _ = operands()
+    with torch.no_grad(), cgm.autocast(recipe=recipe):
+        first = fc(x, sizes, is_first_microbatch=True)
+        fc.weight.data.copy_(-fc.weight)
+        assert torch.equal(fc(x, sizes, is_first_microbatch=False), first)
+        assert torch.equal(fc(x, sizes), -first)
+        assert torch.equal(fc(x, sizes, is_first_microbatch=False), first)
+        assert torch.equal(fc(x, sizes, is_first_microbatch=True), -first)
+    with cgm.autocast(recipe=recipe):  # backward needs the other direction, which was not kept
+        x.requires_grad_()
+        fc(x, sizes, is_first_microbatch=False).sum().backward()
+    assert torch.isfinite(fc.weight.grad).all()
+    with pytest.raises(TypeError, match="is_first_microbatch"):
+        fc(x, sizes, first=True)
+
+
+def test_the_range_of_emulation_is_checked_where_it_is_asked_for(path):
+    fc = cgm.GroupedLinear(1, 32, 32, bias=False, dtype=BF16)
+    x = torch.full((4, 32), 2.0**-126, dtype=BF16)
+    x[0, 0] = 2.0**-120  # the block's scale is 2^-128: E4M3 holds the rest as subnormal numbers
+    sizes, recipe = torch.tensor([4]), recipe_of("mxfp8")
+    tiny = torch.where(torch.arange(32) == 0, 2.0**-120, 2.0**-130).to(BF16).expand(4, 32).contiguous()
+    with cgm.autocast(recipe=recipe), cgm.settings.override(debug_checks=True):
+        fc(x, sizes)
+        with pytest.raises(GroupedMLPError, match="outside of bfloat16's normal numbers"):
+            fc(tiny, sizes)
+        fc(x, sizes)  # read once, forgotten
+        with cgm.settings.override(check_range=False):
+            fc(tiny, sizes)
+        with pytest.raises(cgm.ShapeError, match=r"split_sizes on cpu.*emulated operands on cpu"):
+            fc(tiny, torch.tensor([9]))
+
+
+def test_layers_that_do_not_fit_the_blocks_raise_and_say_why():
+    x, sizes = torch.randn(4, 24), torch.tensor([4])
+    with cgm.autocast(recipe=recipe_of("mxfp8")):
+        with pytest.raises(UnsupportedError, match=r"in_features is 24.*out_features is 40"):
+            cgm.GroupedLinear(1, 24, 40)(x, sizes)
+    with cgm.autocast(recipe=recipe_of("block")):
+        cgm.GroupedLinear(1, 24, 40)(x, sizes)
+
+
+def test_custom_recipes_mix_quantisers_and_refuse_what_cannot_cancel(path):
+    def some(role):
+        return cgq.MXFP8Quantizer() if role == "input" else None
+
+    recipe = cgm.CustomRecipe(qfactory=some)
+    module, args = module_of(), operands()
+    got = step(module, *args, recipe=recipe)
+    replays = replays_of(module)
+    assert not is_fused(module)
+    slots = LinearReplay(quantizers={"input": cgq.MXFP8Quantizer(), "grad_output": _Unchanged()})
+    assert replays[0].quantizers["weight"] is None
+    assert_close(got, replayed(module, *args, [slots, slots], round_grad=True), 5e-3)
+
+    def one_sided(role):
+        return cgq.NVFP4Quantizer(with_rht=role == "input")
+
+    with pytest.raises(UnsupportedError, match="transforms must cancel"):
+        step(module_of(), *args, recipe=cgm.CustomRecipe(qfactory=one_sided))
+    with pytest.raises(UnsupportedError, match="returned 3"):
+        step(module_of(), *args, recipe=cgm.CustomRecipe(qfactory=lambda role: 3))
+
+
+class _Unchanged:
+    """In a replay: rows at their slots, unquantised."""
+
+    group_alignment = 128
+
+    def quantize(self, x, sizes, scale=None, rng=None):
+        self.groups = cgq.MXFP8Quantizer().quantize(x, sizes).matrices
+        self.x = x
+        return self
+
+    def operand(self, direction, dtype):
+        clean = self.groups.clean(self.x.unsqueeze(0))
+        return (clean if direction == "rowwise" else self.groups.pad(clean))[0].to(dtype)
+
+
+def test_explain_says_emulated_and_how_exact():
+    module, args = module_of(), operands()
+    text = str(cgm.explain(module, *args[:3], recipe=recipe_of("mxfp8")))
+    assert "MXFP8BlockScaling emulated: MXFP8 operands as bfloat16, exactly" in text
+    assert "quantize_x" in text
+    assert "rounded to bfloat16" in str(cgm.explain(module, *args[:3], recipe=recipe_of("block_f32")))
+    assert "backward dequantized" in str(
+        cgm.explain(module, *args[:3], recipe=recipe_of("mxfp8", backward_override="dequantized"))
+    )
