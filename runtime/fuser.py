@@ -26,8 +26,8 @@ from .channels import Routing
 from .config import settings
 from .errors import FusionError, FusionFallbackWarning, ShapeError, UnsupportedError
 from .fusion import Rejection
-from .op import BasicOperation, FusibleOperation, PlannedKernel, expand
-from .pipeline import Call, Pipeline, Plan, make_contexts
+from .op import BasicOperation, FusedOperation, FusibleOperation, PlannedKernel, StalePlan, expand
+from .pipeline import Call, Direct, Pipeline, Plan, make_contexts
 from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
 from .recipe_state import state_key
 
@@ -56,7 +56,7 @@ class Plans:
         The one that was asked for last.
     """
 
-    __slots__ = ("_autocast", "_dtype", "_extra", "_generation", "_params", "_shapes", "cache", "last")
+    __slots__ = ("_autocast", "_extra", "_generation", "_params", "_shapes", "cache", "last")
 
     def __init__(
         self, x: torch.Tensor | None, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]
@@ -64,27 +64,30 @@ class Plans:
         self.cache: LRUCache[Plan] = LRUCache(settings.plan_cache_size)
         self.last: Plan | None = None
         self._generation = -1 if x is None else settings.generation
-        self._dtype = None if x is None else x.dtype
         self._autocast = None if x is None else kernels.autocast_dtype(x.device)
-        # The parameters that were seen last, and what every parameter must be.  A parameter that is the same object can
-        # only have changed its type: moving a module grows the generation (BasicOperation._apply).  The device is that
-        # of the parameters; operations check that their inputs are on it.
-        self._params = [(weakref.ref(p), p.dtype) for p in params]
+        # The parameters that were seen last, and what every parameter must be.  One that is the same object has not
+        # changed: moving a module grows the generation (BasicOperation._apply), and an operation that sees that
+        # somebody assigned to .data raises StalePlan.  Of the input a plan depends on nothing: operations check it.
+        self._params = [weakref.ref(p) for p in params]
         self._shapes = [(p.shape, p.dtype, p.device) for p in params]
         self._extra = [op.fuser_stamp() for op in stamped]
 
+    def expire(self) -> None:
+        """Fit nothing from now on."""
+        self._generation = -1
+
     def fit(self, x: torch.Tensor, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]) -> bool:
-        """Whether a call has this stamp: settings, types, device and parameter shapes are the same."""
-        if self._generation != settings.generation or x.dtype is not self._dtype:
+        """Whether a call has this stamp: settings, parameters' types, device and shapes, and autocast are the same."""
+        if self._generation != settings.generation:
             return False
         known = self._params
         if len(params) != len(known):
             return False
-        for p, (seen, dtype) in zip(params, known):  # noqa: B905 - strict costs as much as a comparison
-            if seen() is not p or p.dtype is not dtype:
+        for p, seen in zip(params, known):  # noqa: B905 - strict costs as much as a comparison
+            if seen() is not p:
                 if [(p.shape, p.dtype, p.device) for p in params] != self._shapes:
                     return False
-                self._params = [(weakref.ref(p), p.dtype) for p in params]
+                self._params = [weakref.ref(p) for p in params]
                 break
         if _any_autocast() or self._autocast is not None:
             if kernels.autocast_dtype(x.device) is not self._autocast:
@@ -179,6 +182,18 @@ class OperationFuser:
         basic_op_kwargs: Sequence[dict[str, Any]] | None,
     ) -> Any:
         """Do what a call does, outside of ``torch.compile``'s graphs."""
+        try:
+            return self._run(input, extra_inputs, basic_op_kwargs)
+        except StalePlan:
+            self._plans.expire()
+            return self._run(input, extra_inputs, basic_op_kwargs)
+
+    def _run(
+        self,
+        input: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor | None],
+        basic_op_kwargs: Sequence[dict[str, Any]] | None,
+    ) -> Any:
         if len(extra_inputs) != self.num_extra_inputs:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
         ops = self.basic_ops
@@ -192,6 +207,14 @@ class OperationFuser:
             self._reset_states(recipe, plan.state_key)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=index >= boundary)
+        if plan.direct is not None and not basic_op_kwargs:
+            if boundary < len(ops):
+                result = Direct.apply(plan.direct, boundary, x_requires_grad, input, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+            else:
+                result = plan.direct.direct_forward(boundary, False, input, (*params, *extra_inputs))[0]
+            if settings.debug_checks:
+                kernels.provider().check_status(input.device)
+            return result
         call = Call(
             plan,
             ops,
@@ -339,12 +362,24 @@ class OperationFuser:
         backward = fusion.apply(fusion.registry.backward, joint.ops, recipe)
         rejections = joint.rejections + forward.rejections + backward.rejections
         self._report(recipe, [r for r in rejections if r.wanted])
+        state = self._key_of(recipe)
+        first = forward.ops[0]
+        direct = (
+            isinstance(first, FusedOperation)
+            and first.direct
+            and first is backward.ops[0]
+            and len(forward.ops) == len(backward.ops) == 1
+            and self._routing.simple
+            and not self._routing.outputs
+            and state[0] == "high_precision"
+        )
         return Plan(
             key,
             fusion.locate(forward.ops, self.basic_ops),
             fusion.locate(backward.ops, self.basic_ops),
             rejections,
-            self._key_of(recipe),
+            state,
+            first if direct and isinstance(first, FusedOperation) else None,
         )
 
     def _report(self, recipe: Any, rejections: Sequence[Rejection]) -> None:

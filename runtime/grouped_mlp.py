@@ -8,7 +8,6 @@ gradients of probs and of the bias's scale; only those whose results are needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from .codegen.spec import DType, GluLayout, KernelSpec, Pass
 from .errors import ShapeError
 from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
-from .op import FusedOperation, OperationContext, PlannedKernel, Tensors
+from .op import FusedOperation, OperationContext, PlannedKernel, StalePlan, Tensors
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
 
@@ -119,6 +118,7 @@ class FusedGroupedMLP(FusedOperation):
         Type to compute in.
     """
 
+    direct = True
     _fc1: GroupedLinear
     _activation: ScaledActivation
     _fc2: GroupedLinear
@@ -132,13 +132,12 @@ class FusedGroupedMLP(FusedOperation):
         self._dtype = dtype
         self._hidden, self._ffn, self._groups = fc1.in_features, fc2.in_features, fc1.num_groups
         self._device = fc1.fuser_parameters()[0].device
+        self._index = fc1.fuser_parameters()[0].get_device()  # compares faster; -1 off CUDA, where no kernel runs
+        self._guard = kernels.device_guard(self._device)
         self._provider = kernels.provider()
         self._arch = self._provider.arch(self._device)
         self._sizes_shape = torch.Size((self._groups,))
         self._tables: dict[tuple[Any, ...], StepKernels] = {}
-
-    def _guard(self) -> AbstractContextManager[Any]:
-        return kernels.device_guard(self._device)
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 
@@ -248,13 +247,19 @@ class FusedGroupedMLP(FusedOperation):
         self, contexts: Sequence[OperationContext], probs: torch.Tensor | None, scale: torch.Tensor | None
     ) -> int:
         """Return the NEED_* bits of what backward has to return; 0 if there will be none."""
-        ctx1, ctx_act, ctx2 = contexts
-        if not ctx2.requires_grad:
+        boundary = next((index for index, ctx in enumerate(contexts) if ctx.requires_grad), 3)
+        return self._needs_of(boundary, contexts[0].input_requires_grad, probs, scale)
+
+    def _needs_of(
+        self, boundary: int, x_requires_grad: bool, probs: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> int:
+        """:meth:`needs`, from the index of the first of the three operations that needs a backward."""
+        if boundary > 2:
             return 0
-        needs = NEED_X if ctx1.input_requires_grad else 0
-        if ctx1.requires_grad:
+        needs = NEED_X if x_requires_grad else 0
+        if boundary == 0:
             needs |= _parameter_needs(self._fc1, NEED_W1, NEED_B1)
-        if ctx_act.requires_grad and probs is not None and probs.requires_grad:
+        if boundary <= 1 and probs is not None and probs.requires_grad:
             needs |= NEED_PROBS
         if scale is not None and scale.requires_grad:
             needs |= NEED_SCALE
@@ -287,28 +292,58 @@ class FusedGroupedMLP(FusedOperation):
         ctx = basic_op_ctxs[0]
         (sizes1,), (probs,), (sizes2, *scales) = basic_op_extra_inputs
         scale = scales[0] if scales else None
-        x, _ = cast_for_autocast(input_, self._dtype)
+        needs = self.needs(basic_op_ctxs, probs, scale)
+        buffers = self._caller_buffers(basic_op_kwargs)
+        y, saved, tensors = self._forward(input_, sizes1, probs, sizes2, scale, needs, *buffers)
+        if needs:
+            ctx.saved = saved
+            ctx.save_for_backward(*tensors)
+        return y, _NO_OUTPUTS
+
+    def direct_forward(
+        self, boundary: int, x_requires_grad: bool, x: torch.Tensor, tensors: Tensors
+    ) -> tuple[torch.Tensor, Any, Tensors]:
+        """As :meth:`FusedOperation.direct_forward`."""
+        scale = None
+        if self._fc2.scale_bias:
+            sizes1, probs, sizes2, scale = tensors[-4:]
+        else:
+            sizes1, probs, sizes2 = tensors[-3:]
+        needs = self._needs_of(boundary, x_requires_grad, probs, scale)
+        return self._forward(x, sizes1, probs, sizes2, scale, needs, None, None)
+
+    def _forward(
+        self,
+        input_: torch.Tensor,
+        sizes1: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        sizes2: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        needs: int,
+        output: torch.Tensor | None,
+        grad_input: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Saved | None, Tensors]:
+        """Check, choose kernels, launch; returns y and what backward reads."""
+        x = input_ if input_.dtype is self._dtype else cast_for_autocast(input_, self._dtype)[0]
         if not self._fits(x, sizes1, probs, sizes2, scale):
-            self._check(x, basic_op_extra_inputs)
+            self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
         assert sizes1 is not None
         assert sizes2 is not None
-        output, grad_input = self._caller_buffers(basic_op_kwargs)
-        needs = self.needs(basic_op_ctxs, probs, scale)
-        if x.dim() != 2:
+        shape = input_.shape
+        if len(shape) != 2:
             x = x.reshape(-1, self._hidden)
         tokens = x.shape[0]
-        y = checks.buffer_or_empty(NAME, "output", output, input_.shape, x)
-        step = self._kernels(tokens, probs, scale, needs) if tokens else None
-        if needs:
-            ctx.saved = Saved(step, needs, tokens, input_.shape, grad_input, _like(probs), _like(scale))
-        if step is not None:
-            w1, b1 = self._parameters_of(self._fc1)
-            w2, b2 = self._parameters_of(self._fc2)
-            with self._guard():
-                saved = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
-            if needs:
-                ctx.save_for_backward(*saved)
-        return y, _NO_OUTPUTS
+        y = checks.buffer_or_empty(NAME, "output", output, shape, x)
+        if not tokens:
+            return y, Saved(None, needs, 0, shape, grad_input, _like(probs), _like(scale)), ()
+        step = self._kernels(tokens, probs, scale, needs)
+        w1, b1 = self._parameters_of(self._fc1)
+        w2, b2 = self._parameters_of(self._fc2)
+        with self._guard:
+            tensors = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
+        if not needs:
+            return y, None, ()
+        return y, Saved(step, needs, tokens, shape, grad_input, _like(probs), _like(scale)), tensors
 
     def _launch_forward(
         self,
@@ -346,13 +381,14 @@ class FusedGroupedMLP(FusedOperation):
             p if needs & NEED_Z else None,
             s if needs & (NEED_B2 | NEED_SCALE) else None,
             s1,
-            s2,
+            None if s2 is s1 else s2,  # taking a saved tensor back costs microseconds
         )
 
     def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) and bias of a layer as kernels read them."""
         w, bias = fc.packed_weight(), fc._parameters["bias"]
-        if w.dtype is not self._dtype:  # torch.autocast
+        if w.dtype is not self._dtype:
+            self._require_fresh()
             w = w.to(self._dtype)
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._dtype))
 
@@ -365,11 +401,13 @@ class FusedGroupedMLP(FusedOperation):
         scale: torch.Tensor | None,
     ) -> bool:
         """Whether the arguments are as usual; if not, :meth:`_check` says what is wrong, if anything is."""
-        rows, hidden = x.shape if x.dim() == 2 else (-1, -1)
+        shape = x.shape
+        rows = shape[0]
         return (
-            hidden == self._hidden
+            len(shape) == 2
+            and shape[1] == self._hidden
             and x.dtype is self._dtype
-            and x.device == self._device
+            and x.get_device() == self._index
             and self._fit_sizes(sizes1)
             and (sizes2 is sizes1 or self._fit_sizes(sizes2))
             and (probs is None or self._fit_rows(probs, rows))
@@ -381,20 +419,26 @@ class FusedGroupedMLP(FusedOperation):
             isinstance(sizes, torch.Tensor)
             and sizes.shape == self._sizes_shape
             and sizes.dtype in checks.INTEGERS
-            and sizes.device == self._device
+            and sizes.get_device() == self._index
         )
 
     def _fit_rows(self, t: torch.Tensor, rows: int) -> bool:
         return (
             isinstance(t, torch.Tensor)
-            and t.dim() == 1
-            and t.shape[0] == rows
+            and t.shape == (rows,)
             and t.dtype in checks.FLOATS
-            and t.device == self._device
+            and t.get_device() == self._index
         )
+
+    def _require_fresh(self) -> None:
+        """Raise StalePlan if somebody assigned to the ``data`` of a weight since this operation was made."""
+        if kernels.autocast_dtype(self._device) is None:
+            if any(fc.weights()[0].dtype is not self._dtype for fc in (self._fc1, self._fc2)):
+                raise StalePlan
 
     def _check(self, x: torch.Tensor, extra: Sequence[Tensors]) -> None:
         """Raise ShapeError that names every argument that is wrong."""
+        self._require_fresh()
         problems = self._fc1.input_problems(x, extra[0], self._dtype)
         problems += self._activation.probs_problems(extra[1][0], x)
         if extra[2][0] is not extra[0][0]:
@@ -424,25 +468,42 @@ class FusedGroupedMLP(FusedOperation):
     ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
         """Only the kernels whose results are needed."""
         ctx = basic_op_ctxs[0]
-        saved: Saved = ctx.saved
+        dx, of_fc1, of_fc2, dprobs, dscale = self._gradients(ctx.saved, ctx.saved_tensors, grad_output)
+        of_inputs = (None, dscale) if self._fc2.scale_bias else (None,)
+        return dx, [of_fc1, [], of_fc2], [(None,), (dprobs,), of_inputs]
+
+    def direct_backward(self, saved: Any, tensors: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """As :meth:`FusedOperation.direct_backward`."""
+        dx, of_fc1, of_fc2, dprobs, dscale = self._gradients(saved, tensors, grad_output)
+        if self._fc2.scale_bias:
+            return (dx, *of_fc1, *of_fc2, None, dprobs, None, dscale)
+        return (dx, *of_fc1, *of_fc2, None, dprobs, None)
+
+    def _gradients(self, saved: Saved, tensors: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """Return dx, lists of the gradients of both layers' parameters, dprobs and dscale."""
         dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self._hidden)
         if dy.dtype is not self._dtype:
             dy = dy.to(self._dtype)
-        dx, dw1, db1, dprobs, dw2, db2, dscale = self._backward(saved, dy, ctx.saved_tensors)
-        params = [self._fc1.parameter_gradients(dw1, db1), [], self._fc2.parameter_gradients(dw2, db2)]
-        of_fc2 = (None, dscale) if self._fc2.scale_bias else (None,)
-        return dx, params, [(None,), (dprobs,), of_fc2]
+        dx, dw1, db1, dprobs, dw2, db2, dscale = self._backward(saved, dy, tensors)
+        return (
+            dx,
+            self._fc1.parameter_gradients(dw1, db1),
+            self._fc2.parameter_gradients(dw2, db2),
+            dprobs,
+            dscale,
+        )
 
     def _backward(self, saved: Saved, dy: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
         """Return dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed."""
         if saved.step is None:
             return self._backward_of_nothing(saved, dy)
-        with self._guard():
+        with self._guard:
             return self._launch_backward(saved, saved.step, kernels.launchable(dy), tensors)
 
     def _launch_backward(self, saved: Saved, step: StepKernels, dy: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
         """Launch the kernels of :meth:`_backward`."""
         x, w1, w2, b2, z, a, p, s, s1, s2 = tensors
+        s2 = s1 if s2 is None else s2
         needs, tokens, launches, status = saved.needs, saved.tokens, step.launches, step.status
         dx = dw1 = db1 = dprobs = dw2 = db2 = dscale = dz = partial = None
         if needs & NEED_Z:
@@ -506,7 +567,7 @@ class FusedGroupedMLP(FusedOperation):
             main_grad = None if out is None else (out.dtype, accumulate)
             if step.main_grads[layer - 1] != main_grad:  # it changed since forward: say, it accumulates now
                 launch, ctas = self._wgrad_kernel(layer, tokens, main_grad)
-            with self._guard():  # delayed, it runs outside backward's
+            with self._guard:  # delayed, it runs outside backward's
                 launch(dy, x, sizes, dw, step.status, ctas)
             return dw
 
@@ -535,7 +596,6 @@ class FusedGroupedMLP(FusedOperation):
         out: torch.Tensor = partial.new_empty(shape, dtype=dtype if dtype in kernels.DTYPES else torch.float32)
         launch(partial, out if out.dim() == 1 else out.view(-1), ctas)
         return out if out.dtype is dtype else out.to(dtype)
-
 
     # torch.compile ----------------------------------------------------------------------------------------------------
 
@@ -581,7 +641,7 @@ class FusedGroupedMLP(FusedOperation):
         step = self._kernels(len(x), probs, scale, needs)
         w1, w2 = kernels.launchable(w1), kernels.launchable(w2)
         b1, b2 = _launchable(b1), _launchable(b2)
-        with self._guard():
+        with self._guard:
             saved = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
         return y, saved[4], saved[5]
 
@@ -661,11 +721,8 @@ def _main_grad(fc: GroupedLinear) -> tuple[torch.dtype, bool] | None:
 
 def _parameter_needs(fc: GroupedLinear, weight: int, bias: int) -> int:
     """Return the NEED_* bits of a layer's parameters."""
-    own = fc.fuser_parameters()
-    needs = 0
-    if fc._parameters["bias"] is not None and own.pop().requires_grad:
-        needs = bias
-    for w in own:
-        if w.requires_grad:
-            return needs | weight
-    return needs
+    own = fc._parameters
+    needs = bias if (b := own["bias"]) is not None and b.requires_grad else 0
+    if fc.single_grouped_weight:
+        return needs | weight if own["weight"].requires_grad else needs  # type: ignore[union-attr]
+    return needs | weight if any(w.requires_grad for w in fc.weights()) else needs

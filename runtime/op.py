@@ -25,6 +25,10 @@ Tensors = Sequence["torch.Tensor | None"]
 _STATE = "recipe_state."
 
 
+class StalePlan(Exception):
+    """Raised by a fused operation before it launches anything: what it was planned for has changed.  Plan again."""
+
+
 class OperationContext:
     """What one basic operation remembers from forward to backward; set any further attributes on it.
 

@@ -33,7 +33,7 @@ class Plan:
     state_key
         What recipe state depends on.
     direct
-        The operation that is the whole plan and takes calls directly, without contexts and routing; None: there is none.
+        The operation that is the whole plan and takes calls without contexts and routing; None: there is none.
     """
 
     key: tuple[str, int]

@@ -13,7 +13,6 @@ from .errors import FusionError, ShapeError
 from .fuser import OperationFuser
 from .op import BasicOperation, FusibleOperation, expand
 
-
 _tracing = torch.compiler.is_dynamo_compiling
 #: Containers that are alive, by number: torch.compile passes constants to what runs while it traces.
 by_number: weakref.WeakValueDictionary[int, Sequential] = weakref.WeakValueDictionary()
@@ -232,5 +231,5 @@ class Sequential(torch.nn.Module):
         return {**self.__dict__, "_groups": [], "_grouped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._register()
