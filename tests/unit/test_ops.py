@@ -91,10 +91,11 @@ def test_linear_leading_dimensions_and_strided_inputs(path):
     x = torch.randn(5, 8, H, dtype=path)
     flat = op(x.view(T, H), sizes_of())
     assert torch.equal(op(x, sizes_of()), flat.view(5, 8, F))
-    wide = torch.randn(T, 3 * H, dtype=path)
-    assert torch.equal(op(wide[:, H : 2 * H], sizes_of()), op(wide[:, H : 2 * H].clone(), sizes_of()))
+    wide = torch.randn(T, 3 * H, dtype=path)[:, H : 2 * H]
     shifted = torch.randn(T * H + 3, dtype=path)[3:].view(T, H)
-    assert torch.equal(op(shifted, sizes_of()), op(shifted.clone(), sizes_of()))
+    exact = {"rtol": 0, "atol": 0} if path is torch.bfloat16 else {}  # a BLAS may sum otherwise by alignment
+    for x_of in (wide, shifted):
+        torch.testing.assert_close(op(x_of, sizes_of()), op(x_of.clone(), sizes_of()), **exact)
     y = op(x.requires_grad_(), sizes_of())
     y.sum().backward()  # an expanded gradient
     assert x.grad.shape == x.shape
