@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import results
 import torch
@@ -53,8 +54,9 @@ def measure_support(device: torch.device, calls: int) -> Figures:
     def cached(kind: type, override: object, dtype: torch.dtype, alignment: int | None, device: torch.device) -> bool:
         return True
 
-    key = (type(recipe), None, dtype, None, device)
-    figures = {"lru_cache hit, ns": nanoseconds(lambda: cached(*key), calls)}
+    kind = type(recipe)
+    # Passed as arguments are: *key would hand over the very tuple that is the key, and skip comparing what is in it.
+    figures = {"lru_cache hit, ns": nanoseconds(lambda: cached(kind, None, dtype, None, device), calls)}
     predicates = {
         "module": support.module_grouped_tensor_supported,
         "fuser": support.fuser_grouped_tensor_supported,
@@ -108,8 +110,28 @@ def measure_plan(device: torch.device, calls: int) -> Figures:
     return figures
 
 
+class Nothing(torch.autograd.Function):
+    """What any operation costs that autograd sees as one node with these inputs: the floor of a step's host time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        ctx.save_for_backward(x, *inputs)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what needs no computing as gradients."""
+        _, *inputs = ctx.saved_tensors
+        return (dy, *inputs)
+
+
 def measure_step(groups: int, device: torch.device, steps: int) -> Figures:
-    """Host time of forward and backward of the fused grouped MLP, without waiting for the GPU."""
+    """Host time of forward and backward of the fused grouped MLP, without waiting for the GPU.
+
+    Also with backward in the calling thread (``torch.autograd.set_multithreading_enabled(False)``): by default PyTorch
+    runs it in a thread of the device, and waking threads is what the host's operating system does.
+    """
     mlp = cgm.GroupedMLP(groups, HIDDEN, FFN, device=device, dtype=torch.bfloat16)
     tokens = groups * ROWS_PER_GROUP
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -118,26 +140,39 @@ def measure_step(groups: int, device: torch.device, steps: int) -> Figures:
     dy = torch.randn_like(x)
     inputs = (x, probs, *mlp.parameters())
 
-    def microseconds() -> tuple[float, float]:
+    def microseconds(call: Callable[[], torch.Tensor]) -> tuple[float, float]:
         torch.cuda.synchronize()
         forward = backward = 0
         for _ in range(steps):
             start = time.perf_counter_ns()
-            y = mlp(x, sizes, probs)
+            y = call()
             middle = time.perf_counter_ns()
             torch.autograd.grad(y, inputs, dy)
             backward += time.perf_counter_ns() - middle
             forward += middle - start
         return forward / steps / 1e3, backward / steps / 1e3
 
-    microseconds()
-    runs = [microseconds() for _ in range(RUNS)]
+    def fused() -> torch.Tensor:
+        return mlp(x, sizes, probs)
+
+    def nothing() -> torch.Tensor:
+        return Nothing.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
+
+    microseconds(fused)
+    runs = [microseconds(fused) for _ in range(RUNS)]
+    floor = [sum(microseconds(nothing)) for _ in range(RUNS)]
+    with torch.autograd.set_multithreading_enabled(False):
+        single = [sum(microseconds(fused)) for _ in range(RUNS)]
+        single_floor = [sum(microseconds(nothing)) for _ in range(RUNS)]
     if not isinstance(mlp.fuser.last_plan.forward_ops[0][0], cgm.FusedGroupedMLP):
         raise RuntimeError(f"the module does not run fused:\n{cgm.explain(mlp, x, sizes, probs)}")
     return {
         f"fused forward, G={groups}, us": statistics.median(forward for forward, _ in runs),
         f"fused backward, G={groups}, us": statistics.median(backward for _, backward in runs),
         f"fused forward + backward, G={groups}, us": statistics.median(map(sum, runs)),
+        f"empty autograd function, same inputs, G={groups}, us": statistics.median(floor),
+        f"fused forward + backward, one thread, G={groups}, us": statistics.median(single),
+        f"empty autograd function, one thread, G={groups}, us": statistics.median(single_floor),
     }
 
 
@@ -161,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures |= measure_step(groups, device, arguments.steps)
 
     for name, value in figures.items():
-        print(f"{name:<48}{value:12.2f}")
+        print(f"{name:<56}{value:12.2f}")
     if not gpu:
         print("no GPU: the fused step was not measured")
     if arguments.out:

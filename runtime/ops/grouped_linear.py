@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import checks, grouped_gemm, kernels
-from ..caching import LRUCache, get_or_make
+from ..caching import LRUCache
 from ..errors import ConfigError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
@@ -261,7 +261,8 @@ class GroupedLinear(BasicOperation):
             q = quantized.of_linear(made)
             backward = plain if q.backward_override == "high_precision" else gemm
             alphas = quantized.planned_alphas(q)
-            steps = quantized.planned(q, any(w.requires_grad for w in self.weights()), ctx)
+            wgrad_wanted = ctx.requires_grad and any(w.requires_grad for w in self.weights())
+            steps = quantized.planned(q, wgrad=wgrad_wanted, dgrad=ctx.input_requires_grad, layer=self)
         scale = basic_op_extra_inputs[0][1] if self.scale_bias else None
         scale_dtype = None if scale is None else scale.dtype
         scale_grad = scale is not None and scale.requires_grad
@@ -507,10 +508,14 @@ class GroupedLinear(BasicOperation):
 
 
 def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
-    make = torch.zeros_like if zero else torch.empty_like
-    return get_or_make(
-        dummy_gradients, (weight.shape, weight.dtype, weight.device, zero), lambda: make(weight.detach())
-    )
+    key = (weight.shape, weight.dtype, weight.device, zero)
+    found = dummy_gradients.peek(key)
+    if found is not None:
+        return found
+    made = torch.zeros_like(weight.detach()) if zero else torch.empty_like(weight.detach())
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return made  # it lives in the graph's memory: nobody outside may get it
+    return dummy_gradients.put(key, made)
 
 
 def _positive(value: Any) -> bool:

@@ -19,7 +19,7 @@ def main():
     parser.add_argument("-j", "--jobs", type=int, default=2)
     options = parser.parse_args()
     specs = list(default_catalog(Arch.SM90A))
-    for name in ("test_kernels", "test_module"):
+    for name in ("test_kernels", "test_module", "test_quantize", "test_recipes"):
         loaded = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
         tests = importlib.util.module_from_spec(loaded)
         loaded.loader.exec_module(tests)

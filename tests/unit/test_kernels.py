@@ -147,6 +147,34 @@ def test_several_missing_kernels_are_built_side_by_side_and_once(cache):
     assert len(store_of(cache).built) == len(REDUCE)
 
 
+def test_j8_a_kernel_that_is_being_built_holds_up_no_other(cache):
+    """While one thread compiles a kernel (or another process does, whose lock it waits for), another kernel is found."""
+    building, may_end = threading.Event(), threading.Event()
+    store = store_of(cache)
+    original = store.get_or_build
+
+    def get_or_build(spec):
+        if spec == REDUCE[0]:
+            building.set()
+            assert may_end.wait(30)
+        return original(spec)
+
+    store.get_or_build = get_or_build
+    store.artifacts[REDUCE[1]] = SimpleNamespace(path=store.root / REDUCE[1].name, spec=REDUCE[1])
+    cache.get(REDUCE[2])
+    thread = threading.Thread(target=cache.get, args=(REDUCE[0],))
+    thread.start()
+    assert building.wait(30)
+    try:
+        assert cache.get(REDUCE[2]) is not None  # in the process
+        assert cache.get(REDUCE[1]) is not None  # on disk
+        assert REDUCE[0] not in store.built
+    finally:
+        may_end.set()
+        thread.join()
+    assert store.built[-1] == REDUCE[0]
+
+
 def test_j5_threads_that_want_one_kernel_build_it_once(cache):
     store_of(cache).seconds = 0.1
     results, before = [], threading.active_count()
