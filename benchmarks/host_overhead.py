@@ -20,7 +20,8 @@ import results
 import torch
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp import support
+from cute_grouped_mlp import kernels, support
+from cute_grouped_mlp.codegen.select import linear_specs
 
 RUNS = 9
 #: The fused step's shape: kernels so short that the host is what takes the time.
@@ -126,6 +127,23 @@ class Nothing(torch.autograd.Function):
         return (dy, *inputs)
 
 
+def measure_pieces(device: torch.device, calls: int) -> Figures:
+    """What a step is made of besides Python: launches (7 in it), and tensors (10 in it)."""
+    mlp = cgm.GroupedMLP(8, HIDDEN, FFN, device=device, dtype=torch.bfloat16)
+    x = torch.randn(8 * ROWS_PER_GROUP, HIDDEN, device=device, dtype=torch.bfloat16)
+    sizes = torch.full((8,), ROWS_PER_GROUP, device=device, dtype=torch.int32)
+    spec = linear_specs(
+        kernels.provider().arch(device), "bf16", tokens=len(x), groups=8, in_features=FFN, out_features=HIDDEN
+    ).fprop
+    launch, ctas = kernels.provider().get(spec), kernels.grid(spec, kernels.provider().sm_count(device))
+    status, weight, y = kernels.provider().status(device), mlp.fc2.weight.detach(), torch.empty_like(x)
+    launched = nanoseconds(lambda: launch(x, weight, sizes, y, status, ctas), min(calls, 1000)) / 1e3
+    return {
+        "one launch, us": launched,
+        "one new tensor, us": nanoseconds(lambda: torch.empty_like(x), calls // 10) / 1e3,
+    }
+
+
 def measure_step(groups: int, device: torch.device, steps: int) -> Figures:
     """Host time of forward and backward of the fused grouped MLP, without waiting for the GPU.
 
@@ -192,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures |= measure_plan(device, arguments.calls)
     predicate = figures["fuser predicate, cached, ns"]
     figures["plan hit / fuser predicate, cached"] = figures["plan hit, ns"] / predicate
+    figures |= measure_pieces(device, arguments.calls) if gpu else {}
     for groups in STEP_GROUPS if gpu else ():
         figures |= measure_step(groups, device, arguments.steps)
 

@@ -8,7 +8,8 @@ import torch
 
 import cute_grouped_mlp as cgm
 
-pytestmark = pytest.mark.gpu
+# importing Inductor warns about torch's own use of torch.jit
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 SPLITS, HIDDEN, FFN = (0, 70, 129, 1), 128, 96
 
