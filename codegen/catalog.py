@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 
 from .activations import ACTIVATIONS
-from .select import LinearSpecs, StepSpecs, linear_specs, step_specs
-from .spec import NUMERICS, Arch, DType, GluLayout, KernelSpec, Pass
+from .quantize_contexts import check_quantization
+from .select import LinearSpecs, StepSpecs, amax_spec, linear_specs, quantize_spec, step_specs
+from .spec import NUMERICS, Arch, DType, Element, GluLayout, KernelSpec, Pass, Quantization, Scaling
 
 #: What the default catalog holds beyond the shapes: every combination of these.
 DEFAULT_NUMERICS = ("bf16",)
 DEFAULT_ACTIVATIONS = ("swiglu",)
 DEFAULT_LAYOUTS = (GluLayout.CONTIGUOUS,)
 DEFAULT_PROBS = (DType.FP32, DType.BF16, None)
+
+#: Directions of operands: both where a weight gradient will be needed.
+_DIRECTIONS: tuple[dict[str, bool], ...] = ({"columnwise": False}, {"rowwise": False}, {})
+#: Emulated operands of MXFP8 and NVFP4 as their recipes are by default: activations and gradients, then weights.
+DEFAULT_QUANTIZATIONS = (
+    *(Quantization(Scaling.MXFP8, Element.E4M3, batched=b, **d) for b in (False, True) for d in _DIRECTIONS),
+    *(
+        Quantization(Scaling.NVFP4, Element.E2M1, rht=d.get("columnwise", True), stochastic=sr, **d)
+        for sr in (False, True)
+        for d in _DIRECTIONS
+    ),
+    *(Quantization(Scaling.NVFP4, Element.E2M1, batched=True, two_dimensional=True, **d) for d in _DIRECTIONS),
+)
 
 _USES = {
     Pass.FPROP_ACT: "FC1 forward, activation",
@@ -23,6 +38,8 @@ _USES = {
     Pass.WGRAD: "weight gradient",
     Pass.BIAS_GRAD: "bias gradient",
     Pass.REDUCE: "gradient of the probabilities: sum of partials",
+    Pass.AMAX: "largest magnitudes, for scales of whole groups",
+    Pass.QUANTIZE: "quantised operand",
 }
 
 
@@ -42,13 +59,47 @@ def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     tuple of KernelSpec
         Without duplicates, sorted by pass and name.
     """
-    return _collect(arch, DEFAULT_NUMERICS, DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS, DEFAULT_PROBS)
+    gemms = _collect(arch, DEFAULT_NUMERICS, DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS, DEFAULT_PROBS)
+    return gemms + _quantizing(arch, DEFAULT_QUANTIZATIONS) if gemms else ()
 
 
 @functools.cache
 def full_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     """Every kernel that the runtime may choose, for all settings: too many to build; each can be asked for by name."""
-    return _collect(arch, tuple(NUMERICS), tuple(ACTIVATIONS), tuple(GluLayout), (*DType, None))
+    gemms = _collect(arch, tuple(NUMERICS), tuple(ACTIVATIONS), tuple(GluLayout), (*DType, None))
+    return gemms + _quantizing(arch, _every_quantization()) if gemms else ()
+
+
+def _quantizing(arch: Arch, quantizations: Iterable[Quantization]) -> tuple[KernelSpec, ...]:
+    """Kernels that quantise, and those that measure for them."""
+    specs = {quantize_spec(arch, q): None for q in quantizations}
+    specs = dict.fromkeys(spec for spec in specs if not check_quantization(spec))
+    measured = {(q.batched, q.rht) for spec in specs if (q := spec.quantization) is not None and _is_measured(q)}
+    amaxes = [amax_spec(arch, batched=batched, rht=rht) for batched, rht in measured]
+    return tuple(sorted(amaxes, key=lambda s: s.name) + sorted(specs, key=lambda s: s.name))
+
+
+def _is_measured(q: Quantization) -> bool:
+    """Whether scales follow from amaxes of whole groups."""
+    return q.scaling in (Scaling.NVFP4, Scaling.PER_TENSOR)
+
+
+def _every_quantization() -> Iterator[Quantization]:
+    """Every combination of fields, valid or not."""
+    names = (
+        "rowwise",
+        "columnwise",
+        "emulate",
+        "batched",
+        "two_dimensional",
+        "power_of_two",
+        "rht",
+        "stochastic",
+        "amax",
+    )
+    for scaling, element in itertools.product(Scaling, Element):
+        for flags in itertools.product((False, True), repeat=len(names)):
+            yield Quantization(scaling, element, **dict(zip(names, flags, strict=True)))
 
 
 def find(arch: Arch | None, name: str) -> KernelSpec | None:
@@ -93,6 +144,10 @@ def use(spec: KernelSpec) -> str:
         parts.append("training" if spec.store_z else "inference")
     if spec.probs is not None and spec.kernel.has_activation:
         parts.append(f"{spec.probs.value} probs")
+    if spec.kernel is Pass.QUANTIZE and spec.quantization is not None:
+        q = spec.quantization
+        directions = [name for name, on in (("rowwise", q.rowwise), ("columnwise", q.columnwise)) if on]
+        parts.append(f"{' and '.join(directions)}, {'as bf16 numbers' if q.emulate else 'packed'}")
     return ", ".join(parts)
 
 

@@ -18,6 +18,7 @@ import jinja2
 from .activations import ACTIVATIONS, Activation
 from .contexts import BiasGradContext, GemmContext, ReduceContext
 from .errors import RenderError
+from .quantize_contexts import QuantizeContext, check_quantization
 from .spec import KernelSpec, Pass
 from .tiles import check
 
@@ -89,15 +90,17 @@ def template_name(spec: KernelSpec) -> str:
     return f"{spec.arch.folder}/{spec.kernel.value}.py.jinja"
 
 
-def context(spec: KernelSpec) -> GemmContext | BiasGradContext | ReduceContext:
+def context(spec: KernelSpec) -> GemmContext | BiasGradContext | ReduceContext | QuantizeContext:
     """What the template of a spec sees as ``k``."""
     if spec.kernel.is_gemm:
         return GemmContext(spec)
+    if spec.kernel.quantizes:
+        return QuantizeContext(spec)
     return BiasGradContext(spec) if spec.kernel is Pass.BIAS_GRAD else ReduceContext(spec)
 
 
 def _spec_problems(spec: KernelSpec) -> list[str]:
-    problems = []
+    problems = check_quantization(spec)
     activation: Activation | None = None
     if spec.activation is not None:
         activation = ACTIVATIONS.get(spec.activation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .activations import ACTIVATIONS
-from .spec import Arch, DType, GluLayout, KernelSpec, Pass, TileConfig
+from .spec import Arch, DType, GluLayout, KernelSpec, Pass, Quantization, TileConfig
 from .tiles import default_tile
 
 
@@ -102,6 +102,17 @@ def linear_specs(
         dgrad=gemm(Pass.DGRAD, in_features, out_features),
         wgrad=gemm(Pass.WGRAD, in_features, tokens),
     )
+
+
+def quantize_spec(arch: Arch, quantization: Quantization) -> KernelSpec:
+    """Return the kernel that quantises a bf16 tensor."""
+    return _spec(arch, Pass.QUANTIZE, "bf16", None, quantization=quantization)
+
+
+def amax_spec(arch: Arch, *, batched: bool, rht: bool) -> KernelSpec:
+    """Return the kernel that measures the groups of a bf16 tensor, with ``rht`` also after the transform."""
+    quantization = Quantization(batched=batched, columnwise=rht, rht=rht)
+    return _spec(arch, Pass.AMAX, "bf16", None, quantization=quantization)
 
 
 @functools.cache

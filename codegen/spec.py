@@ -36,11 +36,18 @@ class Pass(str, Enum):
     WGRAD = "wgrad"
     BIAS_GRAD = "bias_grad"
     REDUCE = "reduce"
+    AMAX = "amax"
+    QUANTIZE = "quantize"
 
     @property
     def is_gemm(self) -> bool:
         """Whether the kernel is a grouped GEMM, which has a tile config."""
-        return self not in (Pass.BIAS_GRAD, Pass.REDUCE)
+        return self not in (Pass.BIAS_GRAD, Pass.REDUCE, Pass.AMAX, Pass.QUANTIZE)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the kernel turns a tensor into a narrow format, or measures it for that."""
+        return self in (Pass.AMAX, Pass.QUANTIZE)
 
     @property
     def has_activation(self) -> bool:
@@ -139,6 +146,92 @@ class TileConfig:
         return f"{self.tile_m}x{self.tile_n}_{self.cluster_m}x{self.cluster_n}_{suffix}"
 
 
+class Scaling(str, Enum):
+    """Which elements share a scale, and of which kind."""
+
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+    BLOCK_FP8 = "block_fp8"
+    PER_TENSOR = "per_tensor"
+
+    @property
+    def block(self) -> int:
+        """Elements along one side of a block; 1 where scales are per tensor."""
+        return {Scaling.MXFP8: 32, Scaling.NVFP4: 16, Scaling.BLOCK_FP8: 128, Scaling.PER_TENSOR: 1}[self]
+
+
+class Element(str, Enum):
+    """Narrow formats of elements."""
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    E2M1 = "e2m1"
+
+    @property
+    def largest(self) -> float:
+        """Largest finite value."""
+        return {Element.E4M3: 448.0, Element.E5M2: 57344.0, Element.E2M1: 6.0}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What ``quantize`` and ``amax`` do to a tensor; the numbers are those of ``runtime/quantizers``.
+
+    Attributes
+    ----------
+    scaling, element
+        The recipe and the format; None in ``amax``.
+    rowwise, columnwise
+        Directions that ``quantize`` writes.
+    emulate
+        Write elements times block scales as bf16 numbers, rather than bytes and scales.
+    batched
+        The tensor is (G, R, C), matrices of equal size; else (T, C), of groups whose sizes the device knows.
+    two_dimensional
+        Blocks are square, and both directions hold the same numbers.
+    power_of_two
+        ``block_fp8``: scales are powers of two.
+    margin
+        ``mxfp8``: scales leave this many powers of two of headroom.
+    rht
+        ``nvfp4`` and ``amax``: transform each 16 rows with a Hadamard matrix, columnwise.
+    stochastic
+        ``nvfp4``: round elements up or down by chance.
+    amax
+        ``per_tensor``: also raise an amax for each group to that of the tensor, for delayed scaling.
+    """
+
+    scaling: Scaling | None = None
+    element: Element | None = None
+    rowwise: bool = True
+    columnwise: bool = True
+    emulate: bool = True
+    batched: bool = False
+    two_dimensional: bool = False
+    power_of_two: bool = True
+    margin: int = 0
+    rht: bool = False
+    stochastic: bool = False
+    amax: bool = False
+
+    def __str__(self) -> str:
+        parts = [] if self.scaling is None else [self.scaling.value]
+        parts += [] if self.element is None else [self.element.value]
+        flags = {
+            "2d": self.two_dimensional,
+            "fp32": not self.power_of_two,
+            f"m{self.margin}".replace("-", "minus"): self.margin != 0,
+            "rht": self.rht,
+            "sr": self.stochastic,
+            "amax": self.amax,
+            "row": self.rowwise and self.scaling is not None,
+            "col": self.columnwise and self.scaling is not None,
+            "packed": not self.emulate,
+            "batched": self.batched,
+        }
+        return "_".join(parts + [flag for flag, on in flags.items() if on])
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """Everything that determines a kernel.
@@ -171,6 +264,8 @@ class KernelSpec:
         ``wgrad``, ``bias_grad``: type of the gradient; None for the storage type.
     accumulate
         ``wgrad``, ``bias_grad``: whether the gradient is added to what is there instead of overwriting it.
+    quantization
+        ``quantize``, ``amax``: what is done; None elsewhere, and then it is no part of the JSON.
     """
 
     arch: Arch
@@ -187,6 +282,7 @@ class KernelSpec:
     sum_probs: bool = True
     out: DType | None = None
     accumulate: bool = False
+    quantization: Quantization | None = None
 
     @property
     def types(self) -> Numerics:
@@ -213,13 +309,18 @@ class KernelSpec:
             "acc": self.accumulate,
         }
         parts += [flag for flag, on in flags.items() if on]
+        if self.quantization is not None and str(self.quantization):
+            parts.append(str(self.quantization))
         if self.tile is not None:
             parts.append(str(self.tile))
         return "_".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with enums as their values: what JSON holds."""
-        return dataclasses.asdict(self, dict_factory=_plain)
+        data = dataclasses.asdict(self, dict_factory=_plain)
+        if self.quantization is None:
+            del data["quantization"]
+        return data
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces."""
@@ -234,7 +335,7 @@ class KernelSpec:
         KeyError, TypeError, ValueError
             If a field is missing, unknown or holds an unknown value.
         """
-        tile = data.get("tile")
+        tile, quantization = data.get("tile"), data.get("quantization")
         return cls(
             **{
                 **data,
@@ -244,6 +345,7 @@ class KernelSpec:
                 "probs": None if data["probs"] is None else DType(data["probs"]),
                 "out": None if data["out"] is None else DType(data["out"]),
                 "tile": None if tile is None else TileConfig(**{**tile, "schedule": Schedule(tile["schedule"])}),
+                "quantization": None if quantization is None else _quantization(quantization),
             }
         )
 
@@ -254,6 +356,17 @@ class KernelSpec:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _quantization(data: dict[str, Any]) -> Quantization:
+    scaling, element = data["scaling"], data["element"]
+    return Quantization(
+        **{
+            **data,
+            "scaling": None if scaling is None else Scaling(scaling),
+            "element": None if element is None else Element(element),
+        }
+    )
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -141,11 +141,15 @@ class NVFP4Quantizer(BlockQuantizer):
     def _encode(self, x: torch.Tensor, direction: Direction, rng: torch.Tensor | None) -> torch.Tensor:
         if not self.stochastic_rounding:
             return pack_e2m1(encode_e2m1(x))
-        if rng is None:
-            rng = torch.zeros(2, dtype=torch.int64, device=x.device)
-            rng[0].fill_(self.seed)
+        rng = self.default_rng(x.device) if rng is None else rng
         bits = random_bytes(rng, x.numel() // self.block, 0 if direction == "rowwise" else 1)
         return pack_e2m1(encode_e2m1_stochastic(x, bits.reshape(x.shape)))
+
+    def default_rng(self, device: torch.device) -> torch.Tensor:
+        """Seed and offset of a call that brings none, (2,) int64; written on the device."""
+        rng = torch.zeros(2, dtype=torch.int64, device=device)
+        rng[0].fill_(self.seed)
+        return rng
 
     def _decode(self, codes: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
         return decode_e2m1(unpack_e2m1(codes), compute)

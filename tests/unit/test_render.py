@@ -20,9 +20,11 @@ from cute_grouped_mlp.codegen import contexts, render, tiles
 from cute_grouped_mlp.codegen.activations import ACTIVATIONS
 from cute_grouped_mlp.codegen.catalog import default_catalog
 from cute_grouped_mlp.codegen.errors import RenderError
+from cute_grouped_mlp.codegen.quantize_contexts import QuantizeContext
 from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass, Schedule, TileConfig
 
 PINGPONG = TileConfig(128, 128, 1, 1, Schedule.PINGPONG)
+CONTEXTS = (contexts.GemmContext, contexts.BiasGradContext, contexts.ReduceContext, QuantizeContext)
 
 
 def matrix():
@@ -155,15 +157,14 @@ def test_templates_ask_the_context_and_nothing_else(path):
     imported = {name for node in tree.find_all(jinja2.nodes.FromImport) for name in node.names}
     assert jinja2.meta.find_undeclared_variables(tree) <= {"k", "caller"} | imported
     asked = {node.attr for node in tree.find_all(jinja2.nodes.Getattr) if getattr(node.node, "name", "") == "k"}
-    classes = (contexts.GemmContext, contexts.BiasGradContext, contexts.ReduceContext)
-    known = {name for cls in classes for name in dir(cls) if not name.startswith("_")}
+    known = {name for cls in CONTEXTS for name in dir(cls) if not name.startswith("_")}
     assert asked <= known
 
 
 def test_the_contexts_hold_nothing_that_no_template_asks():
     text = "".join(Path(path).read_text() for path in templates())
     asked = set(re.findall(r"\bk\.(\w+)", text))
-    for cls in (contexts.GemmContext, contexts.BiasGradContext, contexts.ReduceContext):
+    for cls in CONTEXTS:
         public = {name for name in vars(cls) if not name.startswith("_")} - {"spec", "tile"}
         assert public <= asked, f"{cls.__name__}: {sorted(public - asked)}"
 

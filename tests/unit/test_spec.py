@@ -3,7 +3,19 @@ import itertools
 
 import pytest
 
-from cute_grouped_mlp.codegen.spec import NUMERICS, Arch, DType, GluLayout, KernelSpec, Pass, Schedule, TileConfig
+from cute_grouped_mlp.codegen.spec import (
+    NUMERICS,
+    Arch,
+    DType,
+    Element,
+    GluLayout,
+    KernelSpec,
+    Pass,
+    Quantization,
+    Scaling,
+    Schedule,
+    TileConfig,
+)
 
 BASE = KernelSpec(Arch.SM90A, Pass.FPROP_ACT, tile=TileConfig(128, 192), activation="swiglu", probs=DType.FP32)
 #: Another value of each field.
@@ -22,6 +34,7 @@ OTHER = {
     "sum_probs": False,
     "out": DType.FP32,
     "accumulate": True,
+    "quantization": Quantization(Scaling.MXFP8, Element.E4M3),
 }
 TILE_OTHER = {"tile_m": 256, "tile_n": 128, "cluster_m": 2, "cluster_n": 2, "schedule": Schedule.PINGPONG}
 

@@ -1,0 +1,565 @@
+"""What the templates of kernels that quantise see: their decisions and their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import textwrap
+from dataclasses import dataclass
+
+from .signature import TensorArgument
+from .spec import Element, KernelSpec, Pass, Quantization, Scaling
+
+_TITLES = {
+    Scaling.MXFP8: "MXFP8",
+    Scaling.NVFP4: "NVFP4",
+    Scaling.BLOCK_FP8: "block FP8",
+    Scaling.PER_TENSOR: "per-tensor FP8",
+}
+#: Signs of the Hadamard transform as bits, a 1 for each row that is negated: ``quantizers.nvfp4.HADAMARD_SIGNS``.
+_HADAMARD_SIGNS = 0xD7E8
+
+
+def check_quantization(spec: KernelSpec) -> list[str]:
+    """Every reason why a spec's quantisation is not valid; an empty list if it is."""
+    q = spec.quantization
+    if not spec.kernel.quantizes:
+        return [] if q is None else [f"{spec.kernel.value} takes no quantization"]
+    if q is None:
+        return [f"{spec.kernel.value} needs a quantization"]
+    name, problems = spec.kernel.value, []
+    if spec.numerics != "bf16":
+        problems.append(f"numerics is {spec.numerics}, {name} reads bf16")
+    if spec.kernel is Pass.AMAX:
+        if q != Quantization(batched=q.batched, columnwise=q.rht, rht=q.rht):
+            problems.append("amax takes batched and rht, and is columnwise where it transforms")
+        return problems
+    if q.scaling is None or q.element is None:
+        return [*problems, "quantize needs scaling and element"]
+    if not (q.rowwise or q.columnwise):
+        problems.append("quantize is rowwise, columnwise or both")
+    if (q.element is Element.E2M1) != (q.scaling is Scaling.NVFP4):
+        problems.append(f"{q.scaling.value} has no elements {q.element.value}")
+    nvfp4 = q.scaling is Scaling.NVFP4
+    if (q.rht or q.stochastic) and (not nvfp4 or q.two_dimensional):
+        problems.append("rht and stochastic belong to nvfp4 with blocks of one dimension")
+    if q.rht and not q.columnwise:
+        problems.append("rht is columnwise")
+    if q.two_dimensional and q.scaling is Scaling.PER_TENSOR:
+        problems.append("per_tensor has no blocks")
+    if not q.power_of_two and q.scaling is not Scaling.BLOCK_FP8:
+        problems.append("power_of_two belongs to block_fp8")
+    if q.margin and q.scaling is not Scaling.MXFP8:
+        problems.append("margin belongs to mxfp8")
+    if q.amax and q.scaling is not Scaling.PER_TENSOR:
+        problems.append("amax belongs to per_tensor")
+    return problems
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Bytes of shared memory that a kernel asks for: two buffers of what the warps of a CTA tell one another."""
+    k = QuantizeContext(spec)
+    words = 8 if k.two_dimensional else 8 * 4 * k.lanes
+    return 2 * 4 * words if k.shared_piece else 0
+
+
+def quantize_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
+    """Return the tensor arguments of ``quantize`` and ``amax``, in order."""
+    k = QuantizeContext(spec)
+    rows = ("groups", "rows") if k.batched else ("tokens",)
+    block = k.block
+
+    def of_groups(name: str, meaning: str) -> TensorArgument:
+        return TensorArgument(name, "Float32", ("groups",), meaning, vectors=False)
+
+    found = [TensorArgument("x", "BFloat16", (*rows, "columns"), "what is read")]
+    if not k.batched:
+        found.append(TensorArgument("sizes", "Int32", ("groups",), "rows of each group", strided=True))
+    if k._reads_amax or k.raises_amax:
+        meaning = (
+            "raised to the largest magnitude of each group" if k.raises_amax else "largest magnitude of each group"
+        )
+        found.append(of_groups("amax", meaning))
+    if k.rht:
+        meaning = "raised to the same after the transform" if k.raises_amax else "the same after the transform"
+        found.append(of_groups("column_amax", meaning))
+    if k.scaling == "per_tensor":
+        found.append(of_groups("scale", "factor of each group"))
+    if k.stochastic:
+        found.append(TensorArgument("rng", "Int64", ("2",), "seed and offset of the random bits", vectors=False))
+    matrix = rows[:-1]
+    slots = (*matrix, f"slots / {block}" if not k.emulate else "slots")
+    if k.rowwise:
+        found.append(_data("rowwise", k, (*rows, "columns")))
+        if k.stores_scales:
+            scales = slots if k.row_scales == "square" else rows
+            found.append(_scales("rowwise", k, (*scales, f"columns / {block}")))
+    if k.columnwise:
+        transposed = k.transposed
+        found.append(
+            _data("columnwise", k, (*matrix, "columns", "slots") if transposed else (*matrix, "slots", "columns"))
+        )
+        if k.stores_scales:
+            across = f"columns / {block}" if k.column_scales == "square" else "columns"
+            shape = (across, f"slots / {block}") if transposed else (f"slots / {block}", across)
+            found.append(_scales("columnwise", k, (*matrix, *shape)))
+    if k.slot_sizes:
+        found.append(TensorArgument("slot_sizes", "Int32", ("groups",), "gets the slots of each group", vectors=False))
+    if not k.batched or k.ranged:
+        bits = ["bit 1 if sizes are not valid"] if not k.batched else []
+        bits += ["bit 2 if a product is no normal bf16 number"] if k.ranged else []
+        found.append(TensorArgument("status", "Int32", ("1",), f"gets {', '.join(bits)}", vectors=False))
+    return tuple(found)
+
+
+def _data(name: str, k: QuantizeContext, shape: tuple[str, ...]) -> TensorArgument:
+    if k.emulate:
+        return TensorArgument(name, "BFloat16", shape, "elements times the scales of their blocks")
+    if k.bits == 4:
+        return TensorArgument(name, "Uint8", (*shape[:-1], f"{shape[-1]} / 2"), "elements, two to a byte")
+    return TensorArgument(name, "Uint8", shape, f"elements, {k.element}")
+
+
+def _scales(name: str, k: QuantizeContext, shape: tuple[str, ...]) -> TensorArgument:
+    dtype = "Float32" if k.scaling == "block_fp8" else "Uint8"
+    return TensorArgument(f"{name}_scale", dtype, shape, "scales of the blocks", vectors=False)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeContext:
+    """Context of ``quantize`` and ``amax``."""
+
+    spec: KernelSpec
+
+    @property
+    def _q(self) -> Quantization:
+        assert self.spec.quantization is not None  # check_quantization() has seen to it
+        return self.spec.quantization
+
+    @property
+    def _measures(self) -> bool:
+        return self.spec.kernel is Pass.AMAX
+
+    # ------------------------------------------------------------------ what is computed
+
+    @property
+    def title(self) -> str:
+        """First line of the module's docstring."""
+        if self._measures:
+            return f"Largest magnitudes of {'matrices' if self.batched else 'groups'} of rows: SM90."
+        assert self._q.scaling is not None  # check_quantization() has seen to it
+        how = "quantised and written as bf16 numbers" if self.emulate else "quantised"
+        return f"A tensor {how}: SM90, {_TITLES[self._q.scaling]}, {self.element}."
+
+    @property
+    def summary(self) -> str:
+        """What is computed, for the module's docstring."""
+        tensors = ", ".join(
+            f"{t.name} {_shape(t)}" for t in quantize_tensors(self.spec) if t.name not in ("slot_sizes", "status")
+        )
+        if self._measures:
+            text = (
+                "For each group g:  amax[g] = max(amax[g], |x|) over the group's rows, in which NaN counts for nothing"
+            )
+            if self.rht:
+                text += "\n                   column_amax[g] the same of the group's rows transformed, 16 at a time"
+        elif self.two_dimensional:
+            text = f"Each {self.block}x{self.block} block of a group has a scale, the same in both directions."
+        elif self.scaling == "per_tensor":
+            text = "Each group has a scale, which is given."
+        else:
+            sides = ["rowwise of 1"] * self.rowwise + ["columnwise of 1"] * self.columnwise
+            text = f"Each {self.block} neighbours have a scale, {' and '.join(s.removesuffix(' of 1') for s in sides)}."
+        if self.columnwise:
+            text += "\nColumnwise each group is filled up with zeros to its slots; slots past the last group are zero."
+        if self.rowwise and not self.batched:
+            text += "\nRows past sum(S) come out 0."
+        lines = textwrap.wrap(f"{tensors}.", 112, break_long_words=False)
+        return f"{text}\n\n" + "\n".join(f"    {line}" for line in lines)
+
+    @property
+    def scaling(self) -> str | None:
+        """Which elements share a scale."""
+        return None if self._q.scaling is None else self._q.scaling.value
+
+    @property
+    def element(self) -> str | None:
+        """Format of elements."""
+        return None if self._q.element is None else self._q.element.value
+
+    @property
+    def batched(self) -> bool:
+        """Whether groups are matrices of equal size."""
+        return self._q.batched
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether rows are quantised."""
+        return self._q.rowwise and not self._measures
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether columns are quantised."""
+        return self._q.columnwise and not self._measures
+
+    @property
+    def emulate(self) -> bool:
+        """Whether results are bf16 numbers."""
+        return self._q.emulate
+
+    @property
+    def rht(self) -> bool:
+        """Whether columns are transformed first."""
+        return self._q.rht
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether elements are rounded by chance."""
+        return self._q.stochastic
+
+    @property
+    def two_dimensional(self) -> bool:
+        """Whether blocks are square."""
+        return self._q.two_dimensional
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether scales of blocks of 128 are powers of two."""
+        return self._q.power_of_two
+
+    @property
+    def block(self) -> int:
+        """Elements along one side of a block."""
+        return 1 if self._q.scaling is None else self._q.scaling.block
+
+    @property
+    def largest(self) -> float:
+        """Largest number of the format."""
+        assert self._q.element is not None  # check_quantization() has seen to it
+        return self._q.element.largest
+
+    @property
+    def bits(self) -> int:
+        """Width of what is stored for an element."""
+        return 16 if self.emulate else 4 if self._q.element is Element.E2M1 else 8
+
+    def bytes(self, elements: str) -> str:
+        """Expression of the bytes that a number of elements take."""
+        return {16: f"({elements}) * 2", 8: f"({elements})", 4: f"(({elements}) >> 1)"}[self.bits]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether a lane's elements share a scale."""
+        return self.two_dimensional or self._q.scaling is Scaling.PER_TENSOR
+
+    @property
+    def _reads_amax(self) -> bool:
+        """Whether scales follow from the amax of a group's rows."""
+        return self._q.scaling is Scaling.NVFP4 and (self.rowwise or not self.rht)
+
+    @property
+    def raises_amax(self) -> bool:
+        """Whether amaxes of groups are raised."""
+        return self._measures or self._q.amax
+
+    @property
+    def ranged(self) -> bool:
+        """Whether products may leave bf16's normal numbers: NVFP4's and elements alone cannot."""
+        return self.emulate and self._q.scaling in (Scaling.MXFP8, Scaling.BLOCK_FP8)
+
+    @property
+    def slot_sizes(self) -> bool:
+        """Whether the slots of groups are told."""
+        return self.columnwise and not self.batched
+
+    @property
+    def transposed(self) -> bool:
+        """Whether columnwise data has the columns first."""
+        return not self.emulate and self._q.scaling is not Scaling.MXFP8
+
+    # ------------------------------------------------------------------ how it is divided
+
+    @property
+    def shared_piece(self) -> bool:
+        """Whether the warps of a CTA share a piece, because a block has more rows than a warp."""
+        return self.block == 128 and (self.two_dimensional or self.columnwise)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes along a row: a block is not wider."""
+        return 16 if self.block == 128 else 8
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows of a piece."""
+        return 128 if self.shared_piece else 256 // self.lanes
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs of a multiprocessor, which bounds the registers of a thread."""
+        if self._measures:
+            return 2 if self.rht else 4
+        return 2
+
+    @property
+    def row_steps(self) -> int:
+        """Exchanges between the lanes that share a block of a row."""
+        return (self.block // 8).bit_length() - 1
+
+    @property
+    def column_steps(self) -> int:
+        """Exchanges between the lanes of a warp that share a block of a column."""
+        return (min(self.block, 256 // self.lanes) // 8).bit_length() - 1
+
+    @property
+    def row_amaxes(self) -> bool:
+        """Whether blocks are pieces of rows."""
+        return self.rowwise and not self.uniform
+
+    @property
+    def column_block_amaxes(self) -> bool:
+        """Whether blocks are pieces of columns."""
+        return self.columnwise and not self.uniform
+
+    @property
+    def lane_amaxes(self) -> bool:
+        """Whether the largest magnitude of all of a lane's elements is wanted."""
+        return self.two_dimensional or self.raises_amax
+
+    @property
+    def column_amaxes(self) -> bool:
+        """Whether the largest magnitudes of a lane's columns are wanted."""
+        return self.column_block_amaxes or self.lane_amaxes
+
+    @property
+    def packs(self) -> bool:
+        """Whether numbers are rounded to bf16."""
+        return self.rht or (self.emulate and not self._measures)
+
+    @property
+    def amaxes(self) -> bool:
+        """Whether any are."""
+        return self.row_amaxes or self.column_amaxes
+
+    # ------------------------------------------------------------------ scales
+
+    @property
+    def value(self) -> bool:
+        """Whether a scale's value is needed."""
+        return self._q.scaling is not Scaling.PER_TENSOR and (self.emulate or self._q.scaling is Scaling.BLOCK_FP8)
+
+    @property
+    def code(self) -> bool:
+        """Whether scales are stored as bytes."""
+        return self.stores_scales and self._q.scaling is not Scaling.BLOCK_FP8
+
+    @property
+    def stores_scales(self) -> bool:
+        """Whether scales of blocks are stored."""
+        return not self.emulate and self._q.scaling is not Scaling.PER_TENSOR
+
+    @property
+    def _scales(self) -> str:
+        if not self.stores_scales:
+            return "none"
+        return "square" if self._q.scaling is Scaling.BLOCK_FP8 and self.two_dimensional else "each"
+
+    @property
+    def row_scales(self) -> str:
+        """How scales of rows are stored: one a block and row ("each"), one a square block ("square"), or "none"."""
+        return self._scales
+
+    @property
+    def column_scales(self) -> str:
+        """The same of columns."""
+        return self._scales
+
+    @property
+    def stored_scale(self) -> str:
+        """A scale as it is stored."""
+        return "scale.code.to(Uint8)" if self.code else "scale.value"
+
+    def scale_of(self, factor: str, value: str, code: str) -> str:
+        """Arguments of a scale."""
+        fields = [factor]
+        fields += [value] if self.value else []
+        fields += [code] if self.code else []
+        fields += ["risky"] if self.ranged else []
+        return ", ".join(fields)
+
+    @property
+    def constants(self) -> list[str]:
+        """Statements that define constants of the recipe."""
+        q = self._q
+        smallest = {Element.E4M3: -9, Element.E5M2: -16, Element.E2M1: -1}
+        assert q.element is not None  # check_quantization() has seen to it
+        widest = math.frexp(self.largest)[1]
+        found = []
+        if q.scaling is Scaling.MXFP8:
+            inverse = struct.unpack("f", struct.pack("f", 2.0**q.margin / self.largest))[0]
+            headroom = f"2^{q.margin} / " if q.margin else "1 / "
+            found.append(f"INVERSE_LARGEST = {inverse!r}  # {headroom}{self.largest}, as fp32 has it")
+            if self.ranged:
+                codes = (127 - 126 - smallest[q.element], 254 + 1 - widest)
+                found.append(f"SAFE_CODES = {codes}  # between these no product leaves bf16's normal numbers")
+        if q.scaling is Scaling.NVFP4:
+            found.append("LARGEST = 6.0 * 448.0")
+            found.append("FP32_MAX = 3.4028234663852886e38")
+        if q.scaling is Scaling.BLOCK_FP8:
+            found.append(f"LARGEST = {self.largest}")
+            found.append("BF16_MAX = 3.3895313892515355e38")
+            if self.ranged:
+                scales = f"(2.0**{-126 - smallest[q.element]}, 2.0**{128 - widest})"
+                found.append(f"SAFE_SCALES = {scales}  # between these no product leaves bf16's normal numbers")
+        if self.ranged:
+            found.append("OUT_OF_RANGE = 2")
+        return found
+
+    @property
+    def hadamard_signs(self) -> str:
+        """Rows that the transform negates, as bits."""
+        return f"0x{_HADAMARD_SIGNS:X}"
+
+    # ------------------------------------------------------------------ text
+
+    @property
+    def scalar_types(self) -> str:
+        """Names that the kernel imports from cutlass."""
+        names = {"BFloat16", "Boolean", "Float32", "Int32", "Int64", "Uint32"}
+        names |= {"Uint8"} if not self.emulate else set()
+        names |= {"Uint64"} if self.stochastic else set()
+        return ", ".join(sorted(names))
+
+    @property
+    def fake_functions(self) -> str:
+        """Names that the kernel imports from the DSL's runtime."""
+        names = ["make_fake_compact_tensor", "make_fake_stream"]
+        return ", ".join(names if self.batched else [*names, "make_fake_tensor"])
+
+    @property
+    def work(self) -> str:
+        """Function that works on a piece."""
+        return "measure" if self._measures else "quantize"
+
+    @property
+    def shared_type(self) -> str:
+        """Type of shared memory."""
+        return "Float32" if self.two_dimensional else "Uint32"
+
+    @property
+    def shared_shape(self) -> str:
+        """Shape and strides of shared memory: a number of each warp, or of each of its columns."""
+        if self.two_dimensional:
+            return "(2, WARPS), stride=(WARPS, 1)"
+        return "(2, WARPS, 4, LANES), stride=(WARPS * 4 * LANES, 4 * LANES, LANES, 1)"
+
+    @property
+    def shared_slice(self) -> str:
+        """One of the two buffers."""
+        return "(buffer, None)" if self.two_dimensional else "(buffer, None, None, None)"
+
+    @property
+    def writer_parameters(self) -> list[str]:
+        """Parameters of the functions that write a direction."""
+        names = ["t: Tensors", "words: cute.Tensor", "piece: Piece", "place: Place", "shape: Shape"]
+        names += ["scale: Scale"] if self.uniform else []
+        names += ["outside: cute.Tensor"] if self.ranged else []
+        names += ["shared: cute.Tensor"] if self.shared_piece and not self.uniform else []
+        return names
+
+    @property
+    def writer_arguments(self) -> str:
+        """Arguments of the functions that write a direction."""
+        return ", ".join(name.split(":")[0] for name in self.writer_parameters)
+
+    @property
+    def tensor_parameters(self) -> list[tuple[str, str]]:
+        """Names and annotations of the tensors that work on a piece needs."""
+        schedule = {"sizes", "slot_sizes"} if self.ranged else {"sizes", "slot_sizes", "status"}
+        return [(t.name, "cute.Tensor") for t in quantize_tensors(self.spec) if t.name not in schedule]
+
+    @property
+    def _slotted(self) -> bool:
+        """Whether slots matter."""
+        return self.columnwise or self.row_scales == "square"
+
+    @property
+    def parameters(self) -> list[tuple[str, str]]:
+        """Names and annotations of the kernel's parameters."""
+        found = [(t.name, "cute.Tensor") for t in quantize_tensors(self.spec)]
+        if self._slotted:
+            found.append(("slots", "Int32"))
+            if not self.batched:
+                found.append(("alignment", "Int32"))
+        return found
+
+    @property
+    def kernel_call(self) -> str:
+        """Call of the kernel, on one line where it fits."""
+        names = [name for name, _ in self.parameters]
+        arguments = ", ".join(names)
+        if len(f"    kernel({arguments}).launch(") <= 120:
+            return f"kernel({arguments})"
+        if len(f"        {arguments}") <= 120:
+            return f"kernel(\n        {arguments}\n    )"
+        return "kernel(\n" + "".join(f"        {name},\n" for name in names) + "    )"
+
+    @property
+    def parameter_docs(self) -> list[str]:
+        """The numpy-style documentation of them."""
+        lines = []
+        for t in quantize_tensors(self.spec):
+            layout = "any stride" if t.strided else "contiguous"
+            lines += [t.name, f"    {_shape(t)} {t.dtype}, {layout}: {t.meaning}."]
+        if self._slotted:
+            lines += [
+                "slots",
+                f"    Rows of {'a matrix' if self.batched else 'the tensor'} in the columnwise direction.",
+            ]
+            if not self.batched:
+                lines += ["alignment", "    Slots of a group are a multiple of this."]
+        return lines
+
+    @property
+    def columns_mode(self) -> int:
+        """Mode of x that is its columns."""
+        return 2 if self.batched else 1
+
+    @property
+    def extents(self) -> str:
+        """Extents of the problem."""
+        if self.batched:
+            return f"x.shape[0], x.shape[1], x.shape[2], {'slots' if self._slotted else 'x.shape[1]'}"
+        slots = "slots, alignment" if self._slotted else "x.shape[0], Int32(1)"
+        return f"sizes.shape[0], x.shape[0], x.shape[1], {slots}"
+
+    @property
+    def divisor(self) -> int:
+        """What the columns are a multiple of: 16 bytes, and for MXFP8 and NVFP4 a block."""
+        return max(8, self.block if self.block < 128 else 8)
+
+    @property
+    def fake_extents(self) -> list[str]:
+        """Statements that define symbolic extents beyond rows and columns."""
+        names = {extent for t in quantize_tensors(self.spec) for extent in t.shape}
+        return [f"{name} = cute.sym_int()" for name in ("groups", "slots") if name in names]
+
+    @property
+    def fake_tensors(self) -> list[str]:
+        """Expressions of the fake arguments."""
+        names = {"tokens": "rows", **{name: name for name in ("groups", "rows", "slots", "columns", "1", "2")}}
+        found = []
+        for t in quantize_tensors(self.spec):
+            extents = tuple(names.get(extent, "cute.sym_int()") for extent in t.shape)
+            found.append(dataclasses.replace(t, shape=extents).fake)
+        return found + ["Int32(1)"] * (len(self.parameters) - len(found)) + ["Int32(1)"]
+
+
+def _shape(t: TensorArgument) -> str:
+    letters = {"tokens": "T", "groups": "G", "rows": "R", "columns": "C", "slots": "P"}
+    extents = []
+    for extent in t.shape:
+        name, _, divisor = extent.partition(" / ")
+        extents.append(letters.get(name, name) + (f" / {divisor}" if divisor else ""))
+    return f"({extents[0]},)" if len(extents) == 1 else f"({', '.join(extents)})"
