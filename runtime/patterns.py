@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import kernels
+from . import emulated_mlp, kernels
 from .codegen.spec import NUMERICS
 from .config import settings
 from .errors import UnsupportedError
@@ -16,6 +16,7 @@ from .grouped_mlp import LAYOUTS, NAME, FusedGroupedMLP
 from .op import FusibleOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
+from .ops.quantized_linear import of_linear
 from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
 
 
@@ -54,7 +55,10 @@ def _attempt(run: Sequence[FusibleOperation], recipe: Any) -> Match | Rejection 
     reasons = conditions(fc1, activation, fc2, recipe, dtype)
     if reasons:
         return Rejection(NAME, reasons)
-    return Match(FusedGroupedMLP(fc1, activation, fc2, dtype))
+    first, second = fc1.quantizers_under(recipe), fc2.quantizers_under(recipe)
+    if first is None or second is None:
+        return Match(FusedGroupedMLP(fc1, activation, fc2, dtype))
+    return Match(emulated_mlp.EmulatedGroupedMLP(fc1, activation, fc2, dtype, (first, second)))
 
 
 def conditions(
@@ -128,9 +132,11 @@ def quantizer_problems(fc1: GroupedLinear, fc2: GroupedLinear, recipe: Any, dtyp
     own = [recipe_key(recipe if fc.recipe is None else fc.recipe)[0] for fc in (fc1, fc2)]
     if own[0] != own[1] and not (len(made) == 2 and made[0] is made[1] is None):
         problems.append(f"FC1 runs under {own[0]}, FC2 under {own[1]}")
-    if any(q is not None for q in made):
-        problems.append("there is no fused path for emulated recipes yet")
-    return problems
+    named = [q for q in made if q is not None]
+    if named and dtype is not torch.bfloat16:
+        problems.append(f"kernels emulate quantised operands in bfloat16 and store bfloat16, the type is {dtype}")
+    problems += [problem for q in named for problem in emulated_mlp.quantizer_problems(of_linear(q))]
+    return list(dict.fromkeys(problems))
 
 
 register_forward_backward_fusion(fuse_grouped_mlp)

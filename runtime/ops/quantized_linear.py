@@ -9,15 +9,15 @@ gradient of the output is not quantised then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import checks, kernels
 from ..config import settings
 from ..grouped_gemm import rows_to_groups
-from ..op import OperationContext, PlannedKernel
+from ..op import PlannedKernel
 from ..quantizers.base import QuantizedTensor, Quantizer
 from ..quantizers.emulation import EmulatedOperand, emulate
 from ..quantizers.matrices import make_groups
@@ -224,30 +224,35 @@ def planned_alphas(q: LinearQuantizers) -> tuple[bool, bool, bool]:
     return x or w, dy or w, dy or x
 
 
-def planned(q: LinearQuantizers, wgrad: bool, ctx: OperationContext) -> list[PlannedKernel]:
+def planned(
+    q: LinearQuantizers, *, wgrad: bool, dgrad: bool, layer: Any, names: Mapping[str, str] | None = None
+) -> list[PlannedKernel]:
     """List the quantising steps of a layer, for ``explain``.
 
     Parameters
     ----------
     q
         Its quantisers.
-    wgrad
-        Whether its weight's gradient is wanted.
-    ctx
-        Which other gradients are needed.
+    wgrad, dgrad
+        Whether gradients of its weight and of its input are wanted.
+    layer : GroupedLinear
+        The layer.
+    names
+        Names of its operands, ``"x"``, ``"w"`` and ``"dy"``, where they have others.
     """
-    wgrad, dgrad = wgrad and ctx.requires_grad, ctx.input_requires_grad
     columns = q.backward_override is None
     found = []
-    for role, made, backward, rowwise, columnwise in (
-        ("quantize_x", q.input, False, True, wgrad and columns),
-        ("quantize_w", q.weight, False, True, dgrad and columns),
-        ("quantize_dy", q.grad_output, True, dgrad and columns, wgrad and columns),
+    for name, made, rowwise, columnwise in (
+        ("x", q.input, True, wgrad and columns),
+        ("w", q.weight, True, dgrad and columns),
+        ("dy", q.grad_output, dgrad and columns, wgrad and columns),
     ):
         ways = [way for way, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if wanted]
-        if made is not None and ways:
-            how = f"{type(made).__name__.removesuffix('Quantizer')} to bfloat16 operands, {' and '.join(ways)}"
-            found.append(PlannedKernel(role, backward, None, how))
+        if made is None or not ways:
+            continue
+        role = f"quantize_{name if names is None else names[name]}"
+        how = f"{type(made).__name__.removesuffix('Quantizer')} to bfloat16 operands, {' and '.join(ways)}"
+        found.append(PlannedKernel(role, name == "dy", None, how))
     return found
 
 

@@ -140,6 +140,7 @@ def test_e1_recipes_against_float64(path, name, bias):
     replays = replays_of(module)
     assert all(replay.quantizers["input"] is not None for replay in replays)
     got = step(module, *args, recipe=recipe)
+    assert is_fused(module) == (path == "kernels")
     assert_close(got, replayed(module, *args, replays, round_grad=not is_fused(module)), bound)
 
 
@@ -308,7 +309,7 @@ def test_n13_delayed_scaling_uses_the_scales_from_before_the_step():
         )
         step(module, 3 * x.detach(), sizes, probs, dy, recipe=recipe)
     assert torch.equal(seen[0], before[:G])
-    assert torch.allclose(state.scale["forward"][0], before[0] / 3)
+    assert torch.allclose(state.scale["forward"][0], before[0] / 3, rtol=5e-3)  # 3 x is rounded to bf16
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -581,3 +582,79 @@ def test_explain_says_emulated_and_how_exact():
     assert "backward dequantized" in str(
         cgm.explain(module, *args[:3], recipe=recipe_of("mxfp8", backward_override="dequantized"))
     )
+
+
+def test_d5_quantisers_that_a_reset_changed_run_one_by_one(path):
+    """The plan was made for quantisers that kernels take; a reset makes others before its recipe's text changes."""
+    recipe = recipe_of("nvfp4_plain")
+    module, args = module_of(bias=True), operands()
+    step(module, *args, recipe=recipe)
+    recipe.row_scaled_activation = True
+    step(module, *args, recipe=recipe)  # planned for, and run on, the quantisers of the first step
+    planned = module.fuser.last_plan
+    module.reset_recipe_state()
+    step(module, *args, recipe=recipe)
+    assert module.fuser.last_plan is planned
+    assert is_fused(module) == (path == "kernels")
+    replays = replays_of(module)
+    assert replays[0].quantizers["input"].row_scaled_nvfp4
+    got = step(module, *args, recipe=recipe)
+    assert_close(got, replayed(module, *args, replays, round_grad=True), FP4)
+    step(module, *args, recipe=recipe, frozen=("x", "fc1.weight", "fc1.bias", "probs"))
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_e3_main_grad_takes_quantised_gradients(path, delay):
+    recipe = recipe_of("delayed")
+    want_module = module_of()
+    module = module_of(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    for weight in (module.fc1.weight, module.fc2.weight):
+        weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
+    for _ in range(2):
+        want = step(want_module, *operands(), recipe=recipe)
+        for weight in (module.fc1.weight, module.fc2.weight):
+            weight.main_grad.fill_(0.5)
+        step(module, *operands(), recipe=recipe)
+        module.backward_dw()
+    for name in ("fc1", "fc2"):
+        weight = getattr(module, name).weight
+        assert torch.allclose(weight.main_grad - 0.5, want[f"{name}.weight"].float(), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_k1_no_tokens_under_a_recipe(path, tokens):
+    recipe = recipe_of("delayed")
+    module = trained(module_of(bias=True), recipe)
+    before = module.fc1.recipe_state.scale["forward"][:G].clone()
+    got = step(module, *operands((0,) * G, tail=tokens), recipe=recipe)
+    assert all(not t.any() for t in got.values())
+    assert {name: t.shape for name, t in got.items() if name not in ("x", "y", "probs")} == {
+        name: p.shape for name, p in module.named_parameters()
+    }
+    assert torch.equal(module.fc1.recipe_state.scale["forward"][:G], before)
+
+
+def test_fused_and_unfused_agree_and_explain_lists_each_step():
+    recipe = recipe_of("nvfp4")
+    with kernels.using(ReferenceKernels()) as provider:
+        module = module_of(bias=True)
+        args = operands()
+        report = cgm.explain(module, *(t.requires_grad_(t.is_floating_point()) for t in args[:3]), recipe=recipe)
+        fused = step(module, *args, recipe=recipe)
+        steps = [kernel.step for kernel in report.pipelines[0].kernels]
+        assert [s.role for s in steps] == (
+            "quantize_x quantize_w1 fprop_act quantize_a quantize_w2 fprop "
+            "quantize_dy dgrad_act wgrad2 bias_grad2 reduce_probs quantize_dz dgrad wgrad1 bias_grad1"
+        ).split()
+        gemms = [s for s in steps if s.spec is not None and not s.role.startswith("quantize")]
+        assert {s.spec for s in gemms} == set(provider.launches)
+        assert all(s.emulated == s.spec.alpha for s in gemms)
+        module.reset_recipe_state()
+        torch.manual_seed(0)
+        first = step(module, *args, recipe=recipe)
+        module.reset_recipe_state()
+        torch.manual_seed(0)
+        unfused = step(module, *args, recipe=recipe_of("nvfp4", **UNFUSED))
+        assert not is_fused(module)
+        assert torch.equal(first["y"], fused["y"])
+        assert_close(first, {name: t.double() for name, t in unfused.items()}, FP4)
