@@ -56,7 +56,7 @@ class Plans:
         The one that was asked for last.
     """
 
-    __slots__ = ("_autocast", "_extra", "_generation", "_params", "_shapes", "cache", "last")
+    __slots__ = ("_autocast", "_extra", "_generation", "_ids", "_params", "_shapes", "cache", "last")
 
     def __init__(
         self, x: torch.Tensor | None, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]
@@ -68,9 +68,18 @@ class Plans:
         # The parameters that were seen last, and what every parameter must be.  One that is the same object has not
         # changed: moving a module grows the generation (BasicOperation._apply), and an operation that sees that
         # somebody assigned to .data raises StalePlan.  Of the input a plan depends on nothing: operations check it.
-        self._params = [weakref.ref(p) for p in params]
+        self._watch(params)
         self._shapes = [(p.shape, p.dtype, p.device) for p in params]
         self._extra = [op.fuser_stamp() for op in stamped]
+
+    def _watch(self, params: Sequence[torch.Tensor]) -> None:
+        """Remember parameters by their identity, for as long as all of them live."""
+        ids = [*map(id, params)]
+
+        def forget(_: object) -> None:
+            ids.append(0)  # a new parameter may get the identity of one that died
+
+        self._ids, self._params = ids, [weakref.ref(p, forget) for p in params]
 
     def expire(self) -> None:
         """Fit nothing from now on."""
@@ -80,15 +89,10 @@ class Plans:
         """Whether a call has this stamp: settings, parameters' types, device and shapes, and autocast are the same."""
         if self._generation != settings.generation:
             return False
-        known = self._params
-        if len(params) != len(known):
-            return False
-        for p, seen in zip(params, known):  # noqa: B905 - strict costs as much as a comparison
-            if seen() is not p:
-                if [(p.shape, p.dtype, p.device) for p in params] != self._shapes:
-                    return False
-                self._params = [weakref.ref(p) for p in params]
-                break
+        if [*map(id, params)] != self._ids:
+            if [(p.shape, p.dtype, p.device) for p in params] != self._shapes:
+                return False
+            self._watch(params)
         if _any_autocast() or self._autocast is not None:
             if kernels.autocast_dtype(x.device) is not self._autocast:
                 return False
