@@ -5,10 +5,11 @@ Imported as ``import cute_grouped_mlp as cgm``.
 
 from __future__ import annotations
 
-from . import kernels, patterns, reference, support
+from . import kernels, patterns, quantization, reference, support
 from .autocast import autocast, current_recipe
 from .checkpoint import checkpoint, checkpoint_context_fn
 from .config import settings
+from .emulated_mlp import EmulatedGroupedMLP
 from .errors import (
     ArtifactCorruptError,
     CompileError,
@@ -57,6 +58,7 @@ __all__ = [
     "ConfigError",
     "CustomRecipe",
     "DelayedScaling",
+    "EmulatedGroupedMLP",
     "Explanation",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -97,6 +99,7 @@ __all__ = [
     "explain",
     "kernels",
     "patterns",
+    "quantization",
     "reference",
     "register_backward_fusion",
     "register_forward_backward_fusion",

@@ -134,8 +134,10 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             (second, {"x": "a", "w": "w2", "dy": "dy"}, needs & NEED_W2, needs & NEED_Z, self._fc2),
         )
         for q, names, wgrad, dgrad, fc in layers:
-            steps += quantized.planned(q, wgrad=bool(wgrad), dgrad=bool(dgrad), names=names, layer=fc)
-        return sorted(steps, key=lambda step: _ORDER.index(step.role))
+            steps += quantized.planned(
+                q, wgrad=bool(wgrad), dgrad=bool(dgrad), record=needs != 0, names=names, layer=fc
+            )
+        return sorted(steps, key=lambda step: _ORDER.index(step.role.replace("amax_", "quantize_")))
 
     # Forward ----------------------------------------------------------------------------------------------------------
 

@@ -262,7 +262,8 @@ class GroupedLinear(BasicOperation):
             backward = plain if q.backward_override == "high_precision" else gemm
             alphas = quantized.planned_alphas(q)
             wgrad_wanted = ctx.requires_grad and any(w.requires_grad for w in self.weights())
-            steps = quantized.planned(q, wgrad=wgrad_wanted, dgrad=ctx.input_requires_grad, layer=self)
+            needs = {"wgrad": wgrad_wanted, "dgrad": ctx.input_requires_grad, "record": ctx.records_amax}
+            steps = quantized.planned(q, layer=self, **needs)
         scale = basic_op_extra_inputs[0][1] if self.scale_bias else None
         scale_dtype = None if scale is None else scale.dtype
         scale_grad = scale is not None and scale.requires_grad

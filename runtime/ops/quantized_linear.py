@@ -10,18 +10,24 @@ gradient of the output is not quantised then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .. import checks, kernels
+from ..codegen.spec import KernelSpec
 from ..config import settings
 from ..grouped_gemm import rows_to_groups
 from ..op import PlannedKernel
+from ..quantizers import launch
 from ..quantizers.base import QuantizedTensor, Quantizer
 from ..quantizers.emulation import EmulatedOperand, emulate
 from ..quantizers.matrices import make_groups
+from ..quantizers.per_tensor import DelayedScalingQuantizer
 from ..recipe_state import Quantizers, RecipeState
+
+if TYPE_CHECKING:
+    from .grouped_linear import GroupedLinear
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -225,7 +231,13 @@ def planned_alphas(q: LinearQuantizers) -> tuple[bool, bool, bool]:
 
 
 def planned(
-    q: LinearQuantizers, *, wgrad: bool, dgrad: bool, layer: Any, names: Mapping[str, str] | None = None
+    q: LinearQuantizers,
+    *,
+    wgrad: bool,
+    dgrad: bool,
+    record: bool,
+    layer: GroupedLinear,
+    names: Mapping[str, str] | None = None,
 ) -> list[PlannedKernel]:
     """List the quantising steps of a layer, for ``explain``.
 
@@ -235,7 +247,9 @@ def planned(
         Its quantisers.
     wgrad, dgrad
         Whether gradients of its weight and of its input are wanted.
-    layer : GroupedLinear
+    record
+        Whether amaxes count for delayed scaling.
+    layer
         The layer.
     names
         Names of its operands, ``"x"``, ``"w"`` and ``"dy"``, where they have others.
@@ -250,10 +264,35 @@ def planned(
         ways = [way for way, wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if wanted]
         if made is None or not ways:
             continue
-        role = f"quantize_{name if names is None else names[name]}"
+        operand = name if names is None else names[name]
+        features = layer.out_features if name == "dy" else layer.in_features
         how = f"{type(made).__name__.removesuffix('Quantizer')} to bfloat16 operands, {' and '.join(ways)}"
-        found.append(PlannedKernel(role, name == "dy", None, how))
+        specs = _quantize_specs(made, layer, features, rowwise, columnwise, batched=name == "w", record=record)
+        found += [
+            PlannedKernel(f"{what}_{operand}", name == "dy", spec, how, emulated=True)
+            for what, spec in zip(("amax", "quantize"), specs, strict=True)
+            if spec is not None or (what == "quantize")
+        ]
     return found
+
+
+def _quantize_specs(
+    made: Quantizer,
+    layer: GroupedLinear,
+    features: int,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    batched: bool,
+    record: bool,
+) -> tuple[KernelSpec | None, KernelSpec | None]:
+    """Return the kernels that measure and quantise an operand; None where plain torch does, or nothing measures."""
+    w, provider = layer.fuser_parameters()[0], kernels.provider()
+    if w.device.type == "cpu" or provider.unsupported(w.device) or w.dtype is not torch.bfloat16 or features % 8:
+        return None, None
+    amax = record and isinstance(made, DelayedScalingQuantizer)
+    specs = launch._specs(provider.arch(w.device), made, rowwise, columnwise, batched, True, amax)
+    return (None, None) if specs is None else (specs[1], specs[0])
 
 
 def status_word(device: torch.device) -> torch.Tensor | None:
