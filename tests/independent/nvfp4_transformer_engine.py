@@ -3,9 +3,9 @@
     git clone https://github.com/NVIDIA/TransformerEngine
     python tests/independent/nvfp4_transformer_engine.py TransformerEngine [--tensors 10000] [--seed 0]
 
-Transformer Engine need not be installed: the one file is loaded from the checkout, with stubs for what it imports.  Prints
-the elements that differ; exits 1 if any does, but for -0, which the reference writes as +0 and we (as the hardware's
-conversion) as -0.
+Transformer Engine need not be installed: the one file is loaded from the checkout, with stubs for what it imports.
+Prints the elements that differ; exits 1 if any does, but for -0, which the reference writes as +0 and we (as the
+hardware's conversion) as -0.
 """
 
 import argparse
