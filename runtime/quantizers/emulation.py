@@ -9,6 +9,7 @@ import torch
 
 from ..errors import GroupedMLPError, UnsupportedError
 from ..kernels import OUT_OF_RANGE
+from . import launch
 from .base import Direction, QuantizedTensor, Quantizer
 
 
@@ -65,7 +66,18 @@ def emulated_operands(
     -------
     rowwise, columnwise : EmulatedOperand or None
         None where not wanted.  Exact if ``quantizer.exact_in_bf16``, else rounded to bf16.
+
+    Notes
+    -----
+    Generated kernels do it where they can (:func:`.launch.specs_of`), in one read of ``x``, with the same bits.
     """
+    where = {"batched": batched, "rowwise": rowwise, "columnwise": columnwise, "amax": amax is not None}
+    if (scale is None or quantizer.block == 1) and (specs := launch.specs_of(quantizer, x, split_sizes, **where)):
+        made = launch.emulated(
+            quantizer, specs, x, split_sizes, batched=batched, scale=scale, rng=rng, amax=amax, status=status
+        )
+        first, second = (None if operand is None else EmulatedOperand(*operand) for operand in made)
+        return first, second
     q = _in_directions(quantizer, rowwise, columnwise).quantize(x, split_sizes, batched=batched, scale=scale, rng=rng)
     if amax is not None:
         torch.maximum(amax, q.amax, out=amax)

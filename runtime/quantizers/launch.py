@@ -144,6 +144,7 @@ def emulated(
     call = _Call(quantizer, specs[0], x, split_sizes, batched)
     outputs = call.outputs()
     measured, factors = _run(call, specs, outputs, scale, rng, amax, status)
+    outputs = call.flat(outputs)
     row_alpha = column_alpha = None
     if factors is not None:
         row_alpha = column_alpha = factors.reciprocal()
@@ -175,6 +176,7 @@ def quantized(
     call = _Call(quantizer, specs[0], x, split_sizes, batched)
     outputs = call.outputs()
     measured, factors = _run(call, specs, outputs, scale, rng, None, None)
+    outputs = call.flat(outputs)
     if measured is None:
         measured = torch.zeros(1, call.count, dtype=torch.float32, device=x.device)
     scales = {name: outputs.get(f"{name}_scale") for name in ("rowwise", "columnwise")}
@@ -225,7 +227,7 @@ class _Call:
         """Empty outputs, in the kernel's order."""
         q, block, slots = self.what, self.quantizer.block, self.slots
         rows, columns = self.x.shape[-2:]
-        leading = (self.count,) if self.batched else ()
+        leading = () if self.sizes else (self.count,)
         per_byte = 2 if q.element is Element.E2M1 else 1
         scale_dtype = torch.float32 if q.scaling is Scaling.BLOCK_FP8 else torch.uint8
         square = q.scaling is Scaling.BLOCK_FP8 and q.two_dimensional
@@ -253,6 +255,10 @@ class _Call:
         if q.columnwise and self.sizes:
             found["slot_sizes"] = torch.empty(self.count, dtype=torch.int32, device=self.device)
         return found
+
+    def flat(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs without the dimension of a batch, where there was none."""
+        return outputs if self.batched or self.sizes else {name: t[0] for name, t in outputs.items()}
 
     def extents(self) -> list[int]:
         """Slots and alignment, where the kernel asks for them."""

@@ -38,6 +38,7 @@ OTHER = {
     "stochastic": True,
     "amax": True,
 }
+DIRECTIONS = ((True, False), (False, True), (True, True))
 SPECS = tuple(spec for spec in full_catalog(Arch.SM90A) if spec.kernel.quantizes)
 QUANTIZERS = {
     "mxfp8": cgq.MXFP8Quantizer(E5M2, margin=1),
@@ -158,7 +159,7 @@ class TestCatalog:
         for recipe in (cgq_recipe("MXFP8BlockScaling"), cgq_recipe("NVFP4BlockScaling")):
             for role, batched in (("input", False), ("weight", True), ("grad_output", False)):
                 quantizer = cgq.quantizer_for(recipe, role)
-                for rowwise, columnwise in ((True, False), (False, True), (True, True)):
+                for rowwise, columnwise in DIRECTIONS:
                     found = launch._specs(Arch.SM90A, quantizer, rowwise, columnwise, batched, True, False)
                     assert {spec for spec in found if spec is not None} <= catalog
 
@@ -176,8 +177,7 @@ def cgq_recipe(name):
 
 
 def every_call():
-    directions = ((True, False), (False, True), (True, True))
-    return itertools.product(QUANTIZERS.values(), directions, (False, True), (False, True))
+    return itertools.product(QUANTIZERS.values(), DIRECTIONS, (False, True), (False, True))
 
 
 class TestLaunch:
@@ -203,12 +203,11 @@ class TestLaunch:
     @pytest.mark.parametrize("name", QUANTIZERS)
     def test_arguments_and_shapes(self, calls, name):
         quantizer = QUANTIZERS[name]
-        for directions, batched, emulate in itertools.product(
-            ((True, False), (False, True), (True, True)), (False, True), (False, True)
-        ):
-            x = torch.randn(*((3, 200) if batched else (600,)), 128).to(torch.bfloat16)
-            sizes = None if batched else torch.tensor([200, 0, 33, 250])
-            specs = launch._specs(Arch.SM90A, quantizer, *directions, batched, emulate, False)
+        kinds = ("groups", "batch", "one matrix")
+        for directions, kind, emulate in itertools.product(DIRECTIONS, kinds, (False, True)):
+            batched, sizes = kind == "batch", torch.tensor([200, 0, 33, 250]) if kind == "groups" else None
+            x = torch.randn(3, 200, 128).to(torch.bfloat16)
+            specs = launch._specs(Arch.SM90A, quantizer, *directions, kind != "groups", emulate, False)
             calls.clear()
             run = launch.emulated if emulate else launch.quantized
             made = run(quantizer, specs, x, sizes, batched=batched)
