@@ -5,11 +5,12 @@ Imported as ``import cute_grouped_mlp as cgm``.
 
 from __future__ import annotations
 
-from . import kernels, patterns, quantization, reference, support
+from typing import TYPE_CHECKING, Any
+
+from . import kernels, patterns, reference, support
 from .autocast import autocast, current_recipe
 from .checkpoint import checkpoint, checkpoint_context_fn
 from .config import settings
-from .emulated_mlp import EmulatedGroupedMLP
 from .errors import (
     ArtifactCorruptError,
     CompileError,
@@ -51,6 +52,9 @@ from .recipe import (
 )
 from .sequential import Sequential
 
+if TYPE_CHECKING:
+    from . import quantization
+
 __all__ = [
     "ArtifactCorruptError",
     "BasicOperation",
@@ -58,7 +62,6 @@ __all__ = [
     "ConfigError",
     "CustomRecipe",
     "DelayedScaling",
-    "EmulatedGroupedMLP",
     "Explanation",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -107,3 +110,12 @@ __all__ = [
     "settings",
     "support",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``quantization`` at its first use: quantisers are a third of the package's import time."""
+    if name != "quantization":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module(f"{__name__}.quantization")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import emulated_mlp, kernels
+from . import kernels
 from .codegen.spec import NUMERICS
 from .config import settings
 from .errors import UnsupportedError
@@ -16,7 +16,6 @@ from .grouped_mlp import LAYOUTS, NAME, FusedGroupedMLP
 from .op import FusibleOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
-from .ops.quantized_linear import of_linear
 from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
 
 
@@ -58,6 +57,8 @@ def _attempt(run: Sequence[FusibleOperation], recipe: Any) -> Match | Rejection 
     first, second = fc1.quantizers_under(recipe), fc2.quantizers_under(recipe)
     if first is None or second is None:
         return Match(FusedGroupedMLP(fc1, activation, fc2, dtype))
+    from . import emulated_mlp
+
     return Match(emulated_mlp.EmulatedGroupedMLP(fc1, activation, fc2, dtype, (first, second)))
 
 
@@ -135,7 +136,11 @@ def quantizer_problems(fc1: GroupedLinear, fc2: GroupedLinear, recipe: Any, dtyp
     named = [q for q in made if q is not None]
     if named and dtype is not torch.bfloat16:
         problems.append(f"kernels emulate quantised operands in bfloat16 and store bfloat16, the type is {dtype}")
-    problems += [problem for q in named for problem in emulated_mlp.quantizer_problems(of_linear(q))]
+    if named:
+        from .emulated_mlp import quantizer_problems as problems_of
+        from .ops.quantized_linear import of_linear
+
+        problems += [problem for q in named for problem in problems_of(of_linear(q))]
     return list(dict.fromkeys(problems))
 
 

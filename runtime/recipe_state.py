@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .errors import UnsupportedError
-from .quantizers.base import Quantizer
-from .quantizers.emulation import EmulatedOperand, emulated_operands
-from .quantizers.formats import FP32_MAX
-from .quantizers.select import Role, quantizer_for
 from .recipe import DelayedScaling, recipe_kind
 
+if TYPE_CHECKING:  # imported where they are needed: without a quantising recipe nothing needs them
+    from .quantizers.base import Quantizer
+    from .quantizers.emulation import EmulatedOperand
+    from .quantizers.select import Role
+
+FP32_MAX = torch.finfo(torch.float32).max
 MODES = ("forward", "backward")
 
 
@@ -129,6 +131,8 @@ class RecipeState:
         record
             Whether amaxes count for the scales of later steps.
         """
+        from .quantizers.emulation import emulated_operands
+
         quantizer = self.quantizers.by_mode[mode][index]
         assert quantizer is not None
         return emulated_operands(
@@ -345,6 +349,9 @@ def _role(mode: str, index: int) -> Role:
 
 def _made(recipe: Any, role: Role) -> Quantizer | None:
     """Make the quantiser of a role; that of a factory may be anything, and is checked."""
+    from .quantizers.base import Quantizer
+    from .quantizers.select import quantizer_for
+
     quantizer = quantizer_for(recipe, role)
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise UnsupportedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,11 +14,11 @@ from ..caching import LRUCache
 from ..errors import ConfigError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
-from ..quantizers.base import Quantizer
-from ..quantizers.prequantized import quantized_of
 from ..recipe import recipe_key
 from ..recipe_state import Quantizers, RecipeState
-from . import quantized_linear as quantized
+
+if TYPE_CHECKING:
+    from ..quantizers.base import Quantizer
 
 #: The shared dummy gradients of weights whose gradient goes to main_grad, by shape, type, device and whether zeroed.
 dummy_gradients: LRUCache[torch.Tensor] = LRUCache(64)
@@ -209,6 +209,8 @@ class GroupedLinear(BasicOperation):
         made = super().make_quantizers(recipe)
         if made is None:
             return None
+        from . import quantized_linear as quantized
+
         problems = quantized.feature_problems(quantized.of_linear(made), self.in_features, self.out_features)
         if problems:
             raise UnsupportedError(f"GroupedLinear under {type(made.recipe).__name__}", problems)
@@ -225,6 +227,8 @@ class GroupedLinear(BasicOperation):
         return None if state is None else state.quantizers.by_mode["backward"][0]
 
     def _quantized_gemm(self, shape: LinearShape, made: Quantizers) -> GroupedGemm:
+        from . import quantized_linear as quantized
+
         rows = quantized.of_linear(made).factors_of_rows
         return grouped_gemm.choose_quantized(shape, factors_of_rows=rows)
 
@@ -257,13 +261,16 @@ class GroupedLinear(BasicOperation):
         alphas = (False, False, False)
         steps: list[PlannedKernel] = []
         if made is not None:
+            from . import quantized_linear as quantized
+
             gemm = self._quantized_gemm(shape, made)
             q = quantized.of_linear(made)
             backward = plain if q.backward_override == "high_precision" else gemm
             alphas = quantized.planned_alphas(q)
             wgrad_wanted = ctx.requires_grad and any(w.requires_grad for w in self.weights())
-            needs = {"wgrad": wgrad_wanted, "dgrad": ctx.input_requires_grad, "record": ctx.records_amax}
-            steps = quantized.planned(q, layer=self, **needs)
+            steps = quantized.planned(
+                q, wgrad=wgrad_wanted, dgrad=ctx.input_requires_grad, record=ctx.records_amax, layer=self
+            )
         scale = basic_op_extra_inputs[0][1] if self.scale_bias else None
         scale_dtype = None if scale is None else scale.dtype
         scale_grad = scale is not None and scale.requires_grad
@@ -321,6 +328,8 @@ class GroupedLinear(BasicOperation):
             y = gemm.fprop(x, w, sizes, b, rows)
             saved = (x if of_weight else None, w if ctx.input_requires_grad else None)
         else:
+            from . import quantized_linear as quantized
+
             gemm = ctx.gemm = self._quantized_gemm(shape, state.quantizers)
             operands = quantized.forward_operands(
                 state,
@@ -330,7 +339,7 @@ class GroupedLinear(BasicOperation):
                 wgrad=ctx.requires_grad and of_weight,
                 dgrad=ctx.requires_grad and ctx.input_requires_grad,
                 record=ctx.records_amax,
-                prequantized=quantized_of(input_),
+                prequantized=quantized.quantized_of(input_),
                 is_first_microbatch=basic_op_kwargs[0].get("is_first_microbatch"),
             )
             alpha = quantized.rows_alpha(operands.x, operands.w, sizes)
@@ -388,6 +397,8 @@ class GroupedLinear(BasicOperation):
                 (dy.to(w.dtype), w, sizes, None) if w is not None and ctx.input_requires_grad else None,
                 (dy.to(x.dtype), x, sizes, None) if x is not None and ctx.weight_requires_grad else None,
             )
+        from . import quantized_linear as quantized
+
         kept_x, kept_w = quantized.saved_operands(saved)
         for_dgrad, for_wgrad = quantized.gradient_operands(
             state,
@@ -395,7 +406,7 @@ class GroupedLinear(BasicOperation):
             sizes,
             wgrad=kept_x is not None,
             dgrad=kept_w is not None,
-            prequantized=quantized_of(grad_output),
+            prequantized=quantized.quantized_of(grad_output),
         )
         dgrad = wgrad = None
         if kept_w is not None and for_dgrad is not None:

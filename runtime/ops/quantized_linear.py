@@ -24,6 +24,7 @@ from ..quantizers.base import QuantizedTensor, Quantizer
 from ..quantizers.emulation import EmulatedOperand, emulate
 from ..quantizers.matrices import make_groups
 from ..quantizers.per_tensor import DelayedScalingQuantizer
+from ..quantizers.prequantized import quantized_of as quantized_of
 from ..recipe_state import Quantizers, RecipeState
 
 if TYPE_CHECKING:
