@@ -8,17 +8,22 @@ On a GPU the layer has the dimensions of Qwen3-30B-A3B (128 experts, hidden 2048
 small and runs in plain torch; the kernels of the full-size layer are generated and compiled for Hopper all the same.
 
     python examples/train_moe.py [--steps 50] [--seed 0] [--device cuda|cpu] [--small]
+                                 [--recipe mxfp8] [--losses losses.json]
+
+``--recipe`` trains this project's model under a quantising recipe, emulated; plain torch stays in BF16 beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +56,17 @@ class Config:
 
 QWEN3_30B_A3B = Config(128, 2048, 768, 8, sequences=8, length=1024, learning_rate=4e-4)
 SMALL = Config(8, 128, 64, 2, sequences=8, length=128, learning_rate=4e-3)
+
+#: Recipes by the names that ``--recipe`` takes, made anew for each run.
+RECIPES: Mapping[str, Callable[[], Any]] = {
+    "bf16": cgm.HighPrecision,
+    "fp8_current": cgm.Float8CurrentScaling,
+    "fp8_delayed": cgm.DelayedScaling,
+    "fp8_block": cgm.Float8BlockScaling,
+    "mxfp8": cgm.MXFP8BlockScaling,
+    "nvfp4": cgm.NVFP4BlockScaling,
+    "nvfp4_no_rht": lambda: cgm.NVFP4BlockScaling(disable_rht=True),
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -203,14 +219,18 @@ def make_models(config: Config, device: torch.device, seed: int) -> tuple[ByteLM
     return ours, theirs
 
 
-def train(models: tuple[ByteLM, ...], batches: Tensor, learning_rate: float) -> Tensor:
-    """Train all models on the same batches; returns their losses, (steps, models) on the CPU."""
+def train(models: tuple[ByteLM, ...], batches: Tensor, learning_rate: float, recipe: Any = None) -> Tensor:
+    """Train all models on the same batches; returns their losses, (steps, models) on the CPU.
+
+    Only this project's experts know of the recipe.
+    """
     optimizers = [torch.optim.AdamW(model.parameters(), lr=learning_rate) for model in models]
     losses = []
-    for batch in track(batches, "training both models", console=console):
+    for batch in track(batches, "training", console=console):
         row = []
         for model, optimizer in zip(models, optimizers, strict=True):
-            loss = model.loss(batch)
+            with cgm.autocast(recipe=recipe):
+                loss = model.loss(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -237,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument("--device", type=torch.device, help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument("--small", action="store_true", help="the small layer also on a GPU")
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16", help="recipe of this project's experts")
+    parser.add_argument("--losses", type=Path, metavar="FILE", help="write the losses of both models here, as JSON")
     arguments = parser.parse_args(argv)
 
     device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -250,12 +272,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     batches = make_batches(stdlib_text(), arguments.steps, config, arguments.seed).to(device)
     ours, theirs = make_models(config, device, arguments.seed)
-    agree = report.show_losses(train((ours, theirs), batches, config.learning_rate))
+    recipe = RECIPES[arguments.recipe]()
+    losses = train((ours, theirs), batches, config.learning_rate, recipe)
+    agree = report.show_losses(losses, judged=arguments.recipe == "bf16")
+    if arguments.losses is not None:
+        curves = dict(zip(("ours", "torch"), losses.T.tolist(), strict=True))
+        run = {"recipe": str(recipe), "steps": arguments.steps, "seed": arguments.seed}
+        arguments.losses.write_text(json.dumps({**run, **curves}, indent=1) + "\n")
 
     inputs = expert_inputs(theirs, batches[-1])
     mlp, torch_mlp = ours.moe.experts, theirs.moe.experts
     unit = config.rows * config.hidden * config.ffn
-    console.print(str(cgm.explain(mlp, *inputs)))
+    console.print(str(cgm.explain(mlp, *inputs, recipe=recipe)))
+    if arguments.recipe != "bf16":  # losses differ by what the recipe loses, and nothing below is about recipes
+        return 0
     if on_gpu:
         report.show_kernels(mlp, inputs, unit)
     report.show_speed(mlp, torch_mlp, inputs, unit)

@@ -230,3 +230,33 @@ def test_with_links_imports_this_checkout_and_cleans_up():
     imported = Path(done.stdout.strip())
     assert imported.parts[-3:-1] == ("cute_grouped_mlp", "codegen")
     assert not imported.exists()
+
+
+# Loss curves
+
+
+def test_curves_are_written_after_each_run(bench, tmp_path, monkeypatch, capsys):
+    curves = importlib.import_module("recipe_curves")
+    assert curves.runs(["bf16", "nvfp4"]) == [("bf16", 0), ("bf16", 1), ("bf16", 2), ("nvfp4", 0)]
+    asked = []
+
+    def curve(name, seed, steps, config, device):
+        asked.append((name, seed, steps))
+        if name == "fp8_block":
+            raise KeyboardInterrupt
+        return [3.0] * steps
+
+    monkeypatch.setattr(curves, "curve", curve)
+    path = tmp_path / "curves.json"
+    monkeypatch.setattr(
+        "sys.argv", ["recipe_curves.py", "--steps", "30", "--recipes", "mxfp8,fp8_block", "--out", str(path)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        curves.main()
+    result = json.loads(path.read_text())
+    assert set(bench.results.HEADER) < set(result)
+    assert [(row["recipe"], row["last"], row["losses"]) for row in result["rows"]] == [("mxfp8", 3.0, [3.0] * 30)]
+    monkeypatch.setattr("sys.argv", ["recipe_curves.py", "--recipes", "fp7"])
+    with pytest.raises(SystemExit):
+        curves.main()
+    assert "unknown recipes fp7" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """The example: its data, its routing on the device, its gradients, and a short run without a GPU."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,6 +146,19 @@ def test_three_steps_on_the_cpu(monkeypatch, capsys):
     assert "enable_cutedsl_fused_grouped_mlp" in printed
     assert "2 built, 1 found" in printed  # flipped back: the first plan again
     assert full_size == [(65536, 128, 2048, 768)]
+
+
+def test_a_recipe_trains_and_its_losses_are_written(tmp_path, capsys):
+    file = tmp_path / "losses.json"
+    assert train_moe.main(["--steps", "2", "--device", "cpu", "--recipe", "mxfp8", "--losses", str(file)]) == 0
+    run = json.loads(file.read_text())
+    assert run["recipe"] == str(cgm.MXFP8BlockScaling())
+    assert (run["steps"], run["seed"], len(run["ours"])) == (2, 0, 2)
+    assert run["ours"] != run["torch"]
+    assert max(abs(a - b) for a, b in zip(run["ours"], run["torch"], strict=True)) < moe_report.LOSS_BOUND
+    printed = capsys.readouterr().out
+    assert "MXFP8BlockScaling emulated" in printed
+    assert "agree" not in printed
 
 
 @pytest.mark.parametrize("other", [1.0 + 2 * moe_report.LOSS_BOUND, float("nan")])
