@@ -58,10 +58,10 @@ def check_quantization(spec: KernelSpec) -> list[str]:
 
 
 def shared_bytes(spec: KernelSpec) -> int:
-    """Bytes of shared memory that a kernel asks for: two buffers of what the warps of a CTA tell one another."""
+    """Bytes of shared memory that a kernel asks for: two buffers of pieces, and of what warps tell one another."""
     k = QuantizeContext(spec)
-    words = 8 if k.two_dimensional else 8 * 4 * k.lanes
-    return 2 * 4 * words if k.shared_piece else 0
+    words = 8 * 16 * (1 if k.two_dimensional else 4)
+    return 2 * (8 * 256 * 16 + (4 * words if k.exchanges else 0))
 
 
 def quantize_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
@@ -240,6 +240,11 @@ class QuantizeContext:
         return self._q.element.largest
 
     @property
+    def largest_exponent(self) -> int:
+        """Exponent of the largest number, whose mantissa is 1.75 in E4M3 and E5M2."""
+        return math.frexp(self.largest)[1] - 1
+
+    @property
     def bits(self) -> int:
         """Width of what is stored for an element."""
         return 16 if self.emulate else 4 if self._q.element is Element.E2M1 else 8
@@ -281,36 +286,28 @@ class QuantizeContext:
     # ------------------------------------------------------------------ how it is divided
 
     @property
-    def shared_piece(self) -> bool:
-        """Whether the warps of a CTA share a piece, because a block has more rows than a warp."""
-        return self.block == 128 and (self.two_dimensional or self.columnwise)
+    def exchanges(self) -> bool:
+        """Whether warps tell one another amaxes, because a block has more rows than the 16 of a warp."""
+        return self.block > 16 and (self.columnwise or self.two_dimensional)
 
     @property
-    def lanes(self) -> int:
-        """Lanes along a row: a block is not wider."""
-        return 16 if self.block == 128 else 8
-
-    @property
-    def piece_rows(self) -> int:
-        """Rows of a piece."""
-        return 128 if self.shared_piece else 256 // self.lanes
+    def team(self) -> int:
+        """Warps below one another in a piece: those that share blocks, or whose bytes of a column are neighbours."""
+        if self.exchanges:
+            return self.block // 16
+        return 8 if self.columnwise and self.transposed else 1
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs of a multiprocessor, which bounds the registers of a thread."""
         if self._measures:
-            return 2 if self.rht else 4
+            return 2 if self.rht else 3
         return 2
 
     @property
     def row_steps(self) -> int:
         """Exchanges between the lanes that share a block of a row."""
         return (self.block // 8).bit_length() - 1
-
-    @property
-    def column_steps(self) -> int:
-        """Exchanges between the lanes of a warp that share a block of a column."""
-        return (min(self.block, 256 // self.lanes) // 8).bit_length() - 1
 
     @property
     def row_amaxes(self) -> bool:
@@ -406,9 +403,11 @@ class QuantizeContext:
         if q.scaling is Scaling.NVFP4:
             found.append("LARGEST = 6.0 * 448.0")
             found.append("FP32_MAX = 3.4028234663852886e38")
+            found.append("SHIFT_OF_ONE = (127 + 22) << 23 | 0x400000  # 1.5 * 2^22, as bits")
         if q.scaling is Scaling.BLOCK_FP8:
-            found.append(f"LARGEST = {self.largest}")
-            found.append("BF16_MAX = 3.3895313892515355e38")
+            if not q.power_of_two:
+                found.append(f"LARGEST = {self.largest}")
+                found.append("BF16_MAX = 3.3895313892515355e38")
             if self.ranged:
                 scales = f"(2.0**{-126 - smallest[q.element]}, 2.0**{128 - widest})"
                 found.append(f"SAFE_SCALES = {scales}  # between these no product leaves bf16's normal numbers")
@@ -426,8 +425,7 @@ class QuantizeContext:
     @property
     def scalar_types(self) -> str:
         """Names that the kernel imports from cutlass."""
-        names = {"BFloat16", "Boolean", "Float32", "Int32", "Int64", "Uint32"}
-        names |= {"Uint8"} if not self.emulate else set()
+        names = {"BFloat16", "Boolean", "Float32", "Int32", "Int64", "Uint32", "Uint8"}
         names |= {"Uint64"} if self.stochastic else set()
         return ", ".join(sorted(names))
 
@@ -451,13 +449,13 @@ class QuantizeContext:
     def shared_shape(self) -> str:
         """Shape and strides of shared memory: a number of each warp, or of each of its columns."""
         if self.two_dimensional:
-            return "(2, WARPS), stride=(WARPS, 1)"
+            return "(2, WARPS, LANES), stride=(WARPS * LANES, LANES, 1)"
         return "(2, WARPS, 4, LANES), stride=(WARPS * 4 * LANES, 4 * LANES, LANES, 1)"
 
     @property
     def shared_slice(self) -> str:
         """One of the two buffers."""
-        return "(buffer, None)" if self.two_dimensional else "(buffer, None, None, None)"
+        return "(turn, None, None)" if self.two_dimensional else "(turn, None, None, None)"
 
     @property
     def writer_parameters(self) -> list[str]:
@@ -465,7 +463,7 @@ class QuantizeContext:
         names = ["t: Tensors", "words: cute.Tensor", "piece: Piece", "place: Place", "shape: Shape"]
         names += ["scale: Scale"] if self.uniform else []
         names += ["outside: cute.Tensor"] if self.ranged else []
-        names += ["shared: cute.Tensor"] if self.shared_piece and not self.uniform else []
+        names += ["shared: cute.Tensor"] if self.exchanges and not self.uniform else []
         return names
 
     @property
@@ -476,7 +474,7 @@ class QuantizeContext:
     @property
     def tensor_parameters(self) -> list[tuple[str, str]]:
         """Names and annotations of the tensors that work on a piece needs."""
-        schedule = {"sizes", "slot_sizes"} if self.ranged else {"sizes", "slot_sizes", "status"}
+        schedule = {"x", "sizes", "slot_sizes"} if self.ranged else {"x", "sizes", "slot_sizes", "status"}
         return [(t.name, "cute.Tensor") for t in quantize_tensors(self.spec) if t.name not in schedule]
 
     @property

@@ -191,7 +191,7 @@ def rng_of(quantizer):
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", GROUPED)
-def test_emulated_groups(name, shape, directions):
+def test_n9_n14_emulated_groups(name, shape, directions):
     x, sizes = grouped("normal", shape)
     assert launched_by_kernels(GROUPED[name], x, sizes, directions)
     check_emulated(GROUPED[name], x, sizes, directions, **rng_of(GROUPED[name]))
