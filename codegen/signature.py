@@ -88,7 +88,8 @@ def gemm_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
     )
     scale = "router's probability of each token" if spec.activation else "scale of the bias for each token"
     probs = [] if spec.probs is None else [vector("probs", spec.probs, "tokens", meaning=scale)]
-    alpha = [vector("alpha", DType.FP32, "groups", meaning="factor of each group's product")] if spec.alpha else []
+    factor = vector("group_alpha", DType.FP32, "groups", meaning="factor of each group's product")
+    alpha = [factor] if spec.alpha else []  # an activation may have a parameter alpha
     bias = [tensor("bias", storage, "groups", z_columns, meaning="bias")] if spec.bias else []
     found: list[TensorArgument]
     if spec.kernel is Pass.FPROP_ACT:

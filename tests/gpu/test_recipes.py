@@ -266,8 +266,10 @@ def test_e11_repeats_bitwise_and_synchronises_nowhere(name):
         step(module, *args, recipe=recipe)
     want = step(module, *args, recipe=recipe)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         runs = [step(module, *args, recipe=recipe) for _ in range(10)]
     finally:
         torch.cuda.set_sync_debug_mode("default")

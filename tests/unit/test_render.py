@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -42,10 +43,9 @@ def matrix():
             yield KernelSpec(Arch.SM90A, Pass.FPROP, tile=tile, bias=True, probs=probs)
         yield KernelSpec(Arch.SM90A, Pass.FPROP, "fp16", tile)
         yield KernelSpec(Arch.SM90A, Pass.DGRAD, tile=tile)
-        for kernel in (Pass.FPROP_ACT, Pass.DGRAD_ACT):
-            yield KernelSpec(
-                Arch.SM90A, kernel, tile=tile, activation="swiglu", alpha=True, store_z=kernel is Pass.FPROP_ACT
-            )
+        for kernel, activation in itertools.product((Pass.FPROP_ACT, Pass.DGRAD_ACT), ACTIVATIONS):
+            stores_z = kernel is Pass.FPROP_ACT
+            yield KernelSpec(Arch.SM90A, kernel, tile=tile, activation=activation, alpha=True, store_z=stores_z)
         for kernel in (Pass.FPROP, Pass.DGRAD, Pass.WGRAD):
             yield KernelSpec(Arch.SM90A, kernel, tile=tile, alpha=True)
         for out in (None, DType.FP32):
