@@ -1,6 +1,7 @@
-"""Loss curves of the example's layer under every recipe, from equal weights and batches.
+"""Loss curves of the example's layer under every recipe, with several seeds each.
 
-BF16 runs with several seeds: what a recipe changes must be seen against what a seed changes.
+A seed sets weights and batches, so a recipe is compared with BF16 at equal seed, and what it changes can be seen against
+what a seed changes.
 
 python3 benchmarks/recipe_curves.py                        # writes benchmarks/results/<date>-<gpu>-curves.json
 python3 benchmarks/recipe_curves.py --plot RESULTS.json    # draws docs/recipe-curves.svg; needs matplotlib
@@ -22,14 +23,9 @@ from cute_grouped_mlp.examples import train_moe
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results
 
-SEEDS = (0, 1, 2)
+BASELINE = "bf16"
 #: Steps whose mean loss says how a run ended.
 LAST = 20
-
-
-def runs(names: list[str]) -> list[tuple[str, int]]:
-    """Recipes with their seeds: BF16 with each, the others with the first."""
-    return [(name, seed) for name in names for seed in (SEEDS if name == "bf16" else SEEDS[:1])]
 
 
 def curve(name: str, seed: int, steps: int, config: train_moe.Config, device: torch.device) -> list[float]:
@@ -40,30 +36,43 @@ def curve(name: str, seed: int, steps: int, config: train_moe.Config, device: to
     return losses[:, 0].tolist()
 
 
+def gaps(rows: list[dict]) -> dict[str, list[float]]:
+    """By recipe: at each seed, how much higher than BF16's the mean loss of the last steps is."""
+    last = {(row["recipe"], row["seed"]): row["last"] for row in rows}
+    found: dict[str, list[float]] = {}
+    for (name, seed), value in last.items():
+        if name != BASELINE and (BASELINE, seed) in last:
+            found.setdefault(name, []).append(value - last[BASELINE, seed])
+    return found
+
+
 def plot(result: dict, path: Path) -> None:
-    """Draw the curves, and the distance of each from the mean of BF16's seeds."""
+    """Draw the curves of the first seed, and of all seeds the distance from BF16 at equal seed."""
     import matplotlib.pyplot as plt
 
+    curves = {(row["recipe"], row["seed"]): torch.tensor(row["losses"]) for row in result["rows"]}
+    seeds = sorted({seed for _, seed in curves})
+    steps = range(1, len(next(iter(curves.values()))) + 1)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    rows = result["rows"]
-    plain = torch.tensor([row["losses"] for row in rows if row["recipe"] == "bf16"])
-    steps = range(1, plain.shape[1] + 1)
-    band = plain.min(0).values, plain.max(0).values
-    left.fill_between(steps, *map(torch.Tensor.tolist, band), color="0.8", label="BF16, three seeds")
-    first = torch.tensor(next(row["losses"] for row in rows if (row["recipe"], row["seed"]) == ("bf16", 0)))
-    for row in rows:
-        if row["seed"] != 0:
+    plain = torch.stack([curves[BASELINE, seed] for seed in seeds])
+    band = (plain.min(0).values.tolist(), plain.max(0).values.tolist())
+    left.fill_between(steps, *band, color="0.85", label=f"BF16, {len(seeds)} seeds")
+    for name in dict.fromkeys(name for name, _ in curves):
+        left.plot(steps, curves[name, seeds[0]].tolist(), linewidth=1, label=name)
+        if name == BASELINE:
             continue
-        left.plot(steps, row["losses"], linewidth=1, label=row["recipe"])
-        if row["recipe"] != "bf16":
-            difference = torch.tensor(row["losses"]) - first
-            smooth = torch.nn.functional.avg_pool1d(difference[None], 9, 1, 4, count_include_pad=False)[0]
-            right.plot(steps, smooth.tolist(), linewidth=1, label=row["recipe"])
-    for axes, title in ((left, "loss, nats per byte"), (right, "loss minus BF16's on the same data, mean of 9 steps")):
-        axes.set_title(title, fontsize=10)
+        differences = torch.stack([curves[name, seed] - curves[BASELINE, seed] for seed in seeds])
+        smooth = torch.nn.functional.avg_pool1d(differences, 21, 1, 10, count_include_pad=False)
+        (line,) = right.plot(steps, smooth.mean(0).tolist(), linewidth=1, label=name)
+        low, high = smooth.min(0).values.tolist(), smooth.max(0).values.tolist()
+        right.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
+    right.axhline(0, color="0.5", linewidth=0.8)
+    titles = ("loss, nats per byte (seed 0)", "loss minus BF16's at equal seed: mean of 21 steps, range of seeds")
+    for axes, title in zip((left, right), titles, strict=True):
+        axes.set_title(title, fontsize=9)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7)
     figure.suptitle(f"{result['gpu']}, commit {result['commit'][:7]}, {result['date'][:10]}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path)
@@ -73,6 +82,7 @@ def main() -> None:
     """Train, or plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", default=",".join(train_moe.RECIPES), help="names, separated by commas")
     parser.add_argument("--small", action="store_true", help="the example's small layer also on a GPU")
     parser.add_argument("--commit")
@@ -89,14 +99,17 @@ def main() -> None:
     config = train_moe.SMALL if options.small or device.type == "cpu" else train_moe.QWEN3_30B_A3B
     result = results.environment(options.commit) | {"rows": []}
     path = options.out or results.default_path(result, "curves")
-    for name, seed in runs(names):
-        started = time.perf_counter()
-        losses = curve(name, seed, options.steps, config, device)
-        row = {"recipe": name, "seed": seed, "experts": config.experts, "hidden": config.hidden, "ffn": config.ffn}
-        row |= {"last": statistics.fmean(losses[-LAST:]), "seconds": round(time.perf_counter() - started, 1)}
-        result["rows"].append(row | {"losses": [round(loss, 5) for loss in losses]})
-        results.write(result, path)  # after each run: an interrupted one keeps what it has
-        print(f"{name:<14} seed {seed}: last {LAST} steps {row['last']:.4f}, {row['seconds']} s", flush=True)
+    for seed in range(options.seeds):
+        for name in names:
+            started = time.perf_counter()
+            losses = curve(name, seed, options.steps, config, device)
+            row = {"recipe": name, "seed": seed, "experts": config.experts, "hidden": config.hidden, "ffn": config.ffn}
+            row |= {"last": statistics.fmean(losses[-LAST:]), "seconds": round(time.perf_counter() - started, 1)}
+            result["rows"].append(row | {"losses": [round(loss, 5) for loss in losses]})
+            results.write(result, path)  # after each run: an interrupted one keeps what it has
+            print(f"{name:<14} seed {seed}: last {LAST} steps {row['last']:.4f}, {row['seconds']} s", flush=True)
+    for name, found in gaps(result["rows"]).items():
+        print(f"{name:<14} above BF16 at equal seed: {', '.join(f'{gap:+.4f}' for gap in found)}")
     print(path)
 
 

@@ -237,26 +237,24 @@ def test_with_links_imports_this_checkout_and_cleans_up():
 
 def test_curves_are_written_after_each_run(bench, tmp_path, monkeypatch, capsys):
     curves = importlib.import_module("recipe_curves")
-    assert curves.runs(["bf16", "nvfp4"]) == [("bf16", 0), ("bf16", 1), ("bf16", 2), ("nvfp4", 0)]
-    asked = []
+    lost = {"bf16": 3.0, "mxfp8": 3.5}
 
     def curve(name, seed, steps, config, device):
-        asked.append((name, seed, steps))
-        if name == "fp8_block":
+        if seed == 2:
             raise KeyboardInterrupt
-        return [3.0] * steps
+        return [9.0] * (steps - curves.LAST) + [lost[name] + seed] * curves.LAST
 
     monkeypatch.setattr(curves, "curve", curve)
     path = tmp_path / "curves.json"
-    monkeypatch.setattr(
-        "sys.argv", ["recipe_curves.py", "--steps", "30", "--recipes", "mxfp8,fp8_block", "--out", str(path)]
-    )
+    monkeypatch.setattr("sys.argv", ["", "--steps", "30", "--recipes", "bf16,mxfp8", "--out", str(path)])
     with pytest.raises(KeyboardInterrupt):
         curves.main()
     result = json.loads(path.read_text())
     assert set(bench.results.HEADER) < set(result)
-    assert [(row["recipe"], row["last"], row["losses"]) for row in result["rows"]] == [("mxfp8", 3.0, [3.0] * 30)]
-    monkeypatch.setattr("sys.argv", ["recipe_curves.py", "--recipes", "fp7"])
+    runs = [(row["recipe"], row["seed"], row["last"], len(row["losses"])) for row in result["rows"]]
+    assert runs == [("bf16", 0, 3.0, 30), ("mxfp8", 0, 3.5, 30), ("bf16", 1, 4.0, 30), ("mxfp8", 1, 4.5, 30)]
+    assert curves.gaps(result["rows"]) == {"mxfp8": [0.5, 0.5]}
+    monkeypatch.setattr("sys.argv", ["", "--recipes", "fp7"])
     with pytest.raises(SystemExit):
         curves.main()
     assert "unknown recipes fp7" in capsys.readouterr().err
