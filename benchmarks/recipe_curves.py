@@ -1,7 +1,6 @@
 """Loss curves of the example's layer under every recipe, with several seeds each.
 
-A seed sets weights and batches: a recipe is compared with BF16 at equal seed, and what it changes can be seen against what
-a seed changes.
+A seed sets weights and batches: a recipe is compared with BF16 at equal seed, and seen against what a seed changes.
 
 python3 benchmarks/recipe_curves.py                        # writes benchmarks/results/<date>-<gpu>-curves.json
 python3 benchmarks/recipe_curves.py --plot RESULTS.json    # draws docs/recipe-curves.svg; needs matplotlib
