@@ -100,7 +100,7 @@ def specs_of(
     """Return the kernel that quantises a tensor and the one that measures it before, if any; None: use plain torch.
 
     Kernels are for valid arguments, and bf16 tensors of at least one element on a device that has kernels, with columns
-    that are a multiple of 8.  To write bytes columnwise under per-tensor scaling, slots must be a multiple of 8 too.
+    that are a multiple of 8.  To write bytes columnwise, a matrix's rows, or groups' alignment, must be one too.
     """
     columns = x.shape[-1]
     if x.dtype is not torch.bfloat16 or not x.is_cuda or not x.numel() or columns % 8:
