@@ -159,7 +159,8 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         If the module is none of the above.
     """
     recipe = current_recipe() if recipe is _CURRENT else recipe
-    kwargs.pop("op_kwargs", None)
+    for option in ("op_kwargs", "is_first_microbatch"):
+        kwargs.pop(option, None)
     x, extra, groups = _arguments(module, args, kwargs)
     kernels.provider().check_status(x.device)
     pipelines = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .codegen.activations import ACTIVATIONS
 from .errors import ConfigError
+from .op import BasicOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
 from .sequential import Sequential
@@ -86,7 +88,8 @@ class GroupedMLP(Sequential):
         split_sizes: torch.Tensor,
         probs: torch.Tensor | None = None,
         *,
-        op_kwargs: Any = None,
+        is_first_microbatch: bool | None = None,
+        op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None = None,
     ) -> torch.Tensor:
         """Run the experts.
 
@@ -98,6 +101,8 @@ class GroupedMLP(Sequential):
             Tokens of each expert, on the same device; never read by the host where kernels run.
         probs : Tensor (T,) or None
             Router probability of each token; None for 1.
+        is_first_microbatch
+            Under a quantising recipe: True keeps the quantised weights, False uses those that were kept, None neither.
         op_kwargs
             As :meth:`Sequential.forward` takes it.
 
@@ -106,6 +111,10 @@ class GroupedMLP(Sequential):
         Tensor (T, H)
         """
         extra = self.pipeline_inputs(x, split_sizes, probs)
+        if is_first_microbatch is not None:
+            given = {self[key] if isinstance(key, int) else key: value for key, value in (op_kwargs or {}).items()}
+            kept = {"is_first_microbatch": is_first_microbatch}
+            op_kwargs = {**given, **{self[index]: {**given.get(self[index], {}), **kept} for index in (0, 2)}}
         y: torch.Tensor = super().forward(x, *extra, op_kwargs=op_kwargs)
         return y
 

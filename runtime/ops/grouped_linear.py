@@ -11,6 +11,7 @@ import torch
 
 from .. import checks, grouped_gemm, kernels
 from ..caching import LRUCache
+from ..config import settings
 from ..errors import ConfigError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
@@ -77,7 +78,7 @@ class GroupedLinear(BasicOperation):
         delay_wgrad_compute: bool = False,
         recipe: Any = None,
     ) -> None:
-        self.__dict__["recipe"] = recipe
+        self.__dict__["_recipe"] = recipe
         self.__dict__["num_extra_inputs"] = 2 if scale_bias and bias else 1
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -182,6 +183,16 @@ class GroupedLinear(BasicOperation):
             for weight, view in zip(self.weights(), packed, strict=True):
                 weight.data = view
         return self
+
+    @property
+    def recipe(self) -> Any:
+        """Recipe of this layer, whatever recipe is in force; None: the one in force."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Any) -> None:
+        self.__dict__["_recipe"] = recipe
+        settings.touch()  # plans depend on it
 
     # Quantisers -------------------------------------------------------------------------------------------------------
 

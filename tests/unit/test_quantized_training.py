@@ -463,10 +463,9 @@ def test_e6_prequantised_tensors_are_plain_ones_elsewhere():
 @pytest.mark.parametrize("which", ["fc1", "fc2"])
 def test_n12_d5_a_layer_keeps_its_own_recipe(path, which):
     quantised, plain = recipe_of("mxfp8"), cgm.HighPrecision()
-    module = module_of()
+    module, args = module_of(), operands()
+    step(module, *args, recipe=quantised)  # planned for one recipe
     getattr(module, which).recipe = plain
-    module = copy.deepcopy(module)  # its fuser is made with the recipe in place
-    args = operands()
     got = step(module, *args, recipe=quantised)
     states = {name: getattr(module, name).recipe_state for name in ("fc1", "fc2")}
     assert states.pop(which) is None
@@ -508,6 +507,24 @@ def test_weights_are_kept_only_when_the_caller_says_so(path):
     assert torch.isfinite(fc.weight.grad).all()
     with pytest.raises(TypeError, match="is_first_microbatch"):
         fc(x, sizes, first=True)
+
+
+def test_a_grouped_mlp_keeps_the_weights_of_both_layers(path):
+    recipe = recipe_of("current")
+    module = module_of()
+    x, sizes, probs, dy = operands()
+    first = step(module, x, sizes, probs, dy, recipe=recipe, is_first_microbatch=True)
+    with torch.no_grad():
+        module.fc1.weight.mul_(2)
+        module.fc2.weight.mul_(2)
+    again = step(module, x, sizes, probs, dy, recipe=recipe, is_first_microbatch=False)
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    output = torch.empty_like(first["y"])
+    with torch.no_grad(), cgm.autocast(recipe=recipe):
+        y = module(x, sizes, probs, is_first_microbatch=False, op_kwargs={2: {"output": output}})
+    assert y.data_ptr() == output.data_ptr()
+    assert torch.equal(y, first["y"])
+    assert not torch.equal(step(module, x, sizes, probs, dy, recipe=recipe)["y"], first["y"])
 
 
 def test_the_range_of_emulation_is_checked_where_it_is_asked_for(path):
