@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def bench(monkeypatch):
     """The scripts' modules: they import one another from their own folder."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("workload", "plain_torch", "ours", "timing", "results", "grouped_mlp")
+    names = ("workload", "plain_torch", "ours", "timing", "results", "grouped_mlp", "quantize")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -210,6 +210,18 @@ def test_committed_results_are_in_the_format(bench):
 def test_without_a_gpu_it_says_so(bench, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.grouped_mlp.main([]) == 1
+    assert "GPU" in capsys.readouterr().err
+
+
+def test_bandwidth_counts_the_bytes_of_each_launch(bench, monkeypatch, capsys):
+    kernel = SimpleNamespace(get=lambda spec: lambda *arguments: arguments, sm_count=lambda device: 132)
+    recorder = bench.quantize.Recorder(kernel)
+    recorder.get("a spec")(torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(7), 132)
+    ((spec, call, moved),) = recorder.launches
+    assert (spec, moved, len(call()), len(recorder.launches)) == ("a spec", 2 * 15 + 4 * 7, 3, 1)
+    assert recorder.sm_count(None) == 132
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.quantize.main([]) == 1
     assert "GPU" in capsys.readouterr().err
 
 
