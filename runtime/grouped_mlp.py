@@ -472,9 +472,9 @@ class FusedGroupedMLP(FusedOperation):
         of_inputs = (None, dscale) if self._fc2.scale_bias else (None,)
         return dx, [of_fc1, [], of_fc2], [(None,), (dprobs,), of_inputs]
 
-    def direct_backward(self, saved: Any, tensors: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
+    def direct_backward(self, state: Any, saved: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """As :meth:`FusedOperation.direct_backward`."""
-        dx, of_fc1, of_fc2, dprobs, dscale = self._gradients(saved, tensors, grad_output)
+        dx, of_fc1, of_fc2, dprobs, dscale = self._gradients(state, saved, grad_output)
         if self._fc2.scale_bias:
             return (dx, *of_fc1, *of_fc2, None, dprobs, None, dscale)
         return (dx, *of_fc1, *of_fc2, None, dprobs, None)

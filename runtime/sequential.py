@@ -30,6 +30,8 @@ class Sequential(torch.nn.Module):
         Operations or any other modules, or one mapping from names to them.
     """
 
+    number: int
+
     def __init__(self, *modules: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
         self._groups: list[OperationFuser | torch.nn.Module] = []

@@ -148,7 +148,7 @@ def test_several_missing_kernels_are_built_side_by_side_and_once(cache):
 
 
 def test_j8_a_kernel_that_is_being_built_holds_up_no_other(cache):
-    """While one thread compiles a kernel (or another process does, whose lock it waits for), another kernel is found."""
+    """While a thread compiles a kernel, or waits for another process that does, another kernel is found."""
     building, may_end = threading.Event(), threading.Event()
     store = store_of(cache)
     original = store.get_or_build
