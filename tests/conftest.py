@@ -8,6 +8,9 @@ import pytest
 # Before the package reads its settings.  Kept between runs: what has not changed is not compiled again.
 os.environ.setdefault("CUTE_GROUPED_MLP_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "test-cache"))
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers are as many as cores: threads of torch on top only wait
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 #: Seconds that a test may take unless it says otherwise (pytest-timeout, where it is installed).
 UNIT_TIMEOUT, GPU_TIMEOUT = 120, 300
 NO_GPU = "needs an NVIDIA GPU of compute capability 9.0"

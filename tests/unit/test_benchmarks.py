@@ -204,6 +204,9 @@ def test_committed_results_are_in_the_format(bench):
         result = json.loads(path.read_text())
         if path.stem.endswith("-host"):
             result["rows"] = []  # figures by name
+        elif path.stem.endswith("-curves"):
+            assert len({(row["recipe"], row["seed"], len(row["losses"])) for row in result["rows"]}) == 21
+            result["rows"] = []
         assert bench.results.problems(result) == [], path.name
 
 
