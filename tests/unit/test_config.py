@@ -107,7 +107,7 @@ assert not torch.cuda.is_initialized()
 
 def test_every_setting_is_documented():
     assert all(s.doc and s.allowed for s in SETTINGS.values())
-    assert {name for name in Settings.__annotations__ if name[0] != "_"} == {*SETTINGS, "generation"}
+    assert {name for name in Settings.__annotations__ if name[0] != "_"} == {*SETTINGS, "generation", "stamp"}
 
 
 def test_watchers_are_called_after_a_change():

@@ -675,3 +675,16 @@ def test_fused_and_unfused_agree_and_explain_lists_each_step():
         assert not is_fused(module)
         assert torch.equal(first["y"], fused["y"])
         assert_close(first, {name: t.double() for name, t in unfused.items()}, FP4)
+
+
+def test_doctor_says_emulated_where_kernels_run(monkeypatch):
+    from cute_grouped_mlp import doctor
+
+    plain = {(row["recipe"], row["dtype"]): row["status"] for row in doctor.report()["recipes"]}
+    assert plain["MXFP8BlockScaling", "bfloat16"] == "unfused"
+    monkeypatch.setattr(kernels.KernelCache, "unsupported", lambda self, device: ())
+    rows = {(row["recipe"], row["dtype"]): row for row in doctor.report()["recipes"]}
+    assert rows["MXFP8BlockScaling", "bfloat16"]["status"] == "emulated"
+    assert rows["NVFP4BlockScaling", "float16"]["status"] == "unfused"
+    assert "reads and stores bfloat16" in rows["NVFP4BlockScaling", "float16"]["why"]
+    assert rows["HighPrecision", "float16"]["status"] == "unfused"  # native kernels are another question
