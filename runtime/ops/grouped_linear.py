@@ -237,12 +237,6 @@ class GroupedLinear(BasicOperation):
         state = self._recipe_state
         return None if state is None else state.quantizers.by_mode["backward"][0]
 
-    def _quantized_gemm(self, shape: LinearShape, made: Quantizers) -> GroupedGemm:
-        from . import quantized_linear as quantized
-
-        rows = quantized.of_linear(made).factors_of_rows
-        return grouped_gemm.choose_quantized(shape, factors_of_rows=rows)
-
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def shape(self, dtype: torch.dtype) -> LinearShape:
@@ -274,7 +268,7 @@ class GroupedLinear(BasicOperation):
         if made is not None:
             from . import quantized_linear as quantized
 
-            gemm = self._quantized_gemm(shape, made)
+            gemm = quantized.gemm_of(shape, made)
             q = quantized.of_linear(made)
             backward = plain if q.backward_override == "high_precision" else gemm
             alphas = quantized.planned_alphas(q)
@@ -341,23 +335,10 @@ class GroupedLinear(BasicOperation):
         else:
             from . import quantized_linear as quantized
 
-            gemm = ctx.gemm = self._quantized_gemm(shape, state.quantizers)
-            operands = quantized.forward_operands(
-                state,
-                x,
-                w,
-                sizes,
-                wgrad=ctx.requires_grad and of_weight,
-                dgrad=ctx.requires_grad and ctx.input_requires_grad,
-                record=ctx.records_amax,
-                prequantized=quantized.quantized_of(input_),
-                is_first_microbatch=basic_op_kwargs[0].get("is_first_microbatch"),
+            first = basic_op_kwargs[0].get("is_first_microbatch")
+            ctx.gemm, y, saved = quantized.forward(
+                ctx, state, shape, x, w, sizes, b, rows, wgrad=of_weight, input_=input_, is_first_microbatch=first
             )
-            alpha = quantized.rows_alpha(operands.x, operands.w, sizes)
-            y = gemm.fprop(operands.x.values, operands.w.values, sizes, b, rows, alpha)
-            saved = operands.to_save()
-            if state.quantizers.backward_override == "high_precision":
-                ctx.gemm = grouped_gemm.choose(shape)
         y = y.view(*input_.shape[:-1], self.out_features)
         y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y)
         if ctx.requires_grad:
@@ -410,22 +391,7 @@ class GroupedLinear(BasicOperation):
             )
         from . import quantized_linear as quantized
 
-        kept_x, kept_w = quantized.saved_operands(saved)
-        for_dgrad, for_wgrad = quantized.gradient_operands(
-            state,
-            dy,
-            sizes,
-            wgrad=kept_x is not None,
-            dgrad=kept_w is not None,
-            prequantized=quantized.quantized_of(grad_output),
-        )
-        dgrad = wgrad = None
-        if kept_w is not None and for_dgrad is not None:
-            dgrad = for_dgrad.values, kept_w.values, sizes, quantized.rows_alpha(for_dgrad, kept_w, sizes)
-        if kept_x is not None and for_wgrad is not None:
-            slots = sizes if for_wgrad.sizes is None else for_wgrad.sizes
-            wgrad = for_wgrad.values, kept_x.values, slots, quantized.groups_alpha(for_wgrad, kept_x)
-        return dgrad, wgrad
+        return quantized.backward_arguments(state, dy, grad_output, sizes, saved)
 
     # Gradients of parameters ------------------------------------------------------------------------------------------
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import checks, kernels
+from .. import checks, grouped_gemm, kernels
 from ..codegen.spec import KernelSpec
 from ..config import settings
-from ..grouped_gemm import rows_to_groups
-from ..op import PlannedKernel
+from ..grouped_gemm import GroupedGemm, LinearShape, rows_to_groups
+from ..op import OperationContext, PlannedKernel
 from ..quantizers import launch
 from ..quantizers.base import QuantizedTensor, Quantizer
 from ..quantizers.emulation import EmulatedOperand, emulate
 from ..quantizers.matrices import make_groups
 from ..quantizers.per_tensor import DelayedScalingQuantizer
-from ..quantizers.prequantized import quantized_of as quantized_of
+from ..quantizers.prequantized import quantized_of
 from ..recipe_state import Quantizers, RecipeState
 
 if TYPE_CHECKING:
@@ -76,6 +76,101 @@ def feature_problems(q: LinearQuantizers, in_features: int, out_features: int) -
     if len(alignments) > 1:
         problems.append(f"group_alignment of the quantisers of input and gradient differs: {sorted(alignments)}")
     return problems
+
+
+def gemm_of(shape: LinearShape, quantizers: Quantizers) -> GroupedGemm:
+    """Decide how to run a layer of a shape on what its quantisers make."""
+    return grouped_gemm.choose_quantized(shape, factors_of_rows=of_linear(quantizers).factors_of_rows)
+
+
+def forward(
+    ctx: OperationContext,
+    state: RecipeState,
+    shape: LinearShape,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    split_sizes: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    *,
+    wgrad: bool,
+    input_: torch.Tensor,
+    is_first_microbatch: bool | None,
+) -> tuple[GroupedGemm, torch.Tensor, Tensors]:
+    """Forward of a layer alone.
+
+    Parameters
+    ----------
+    ctx
+        Says which gradients are needed.
+    state, shape
+        The layer's quantisation state and shape.
+    x, w, split_sizes, bias, scale
+        (T, K), (G, N, K), (G,), (G, N) or None, and (T,) or None.
+    wgrad
+        Whether the weight requires a gradient.
+    input_
+        What the caller gave for x: perhaps prequantised.
+    is_first_microbatch
+        As :func:`forward_operands` takes it.
+
+    Returns
+    -------
+    gemm
+        What runs backward.
+    y
+        (T, N).
+    saved
+        For :func:`backward_arguments`.
+    """
+    gemm = gemm_of(shape, state.quantizers)
+    operands = forward_operands(
+        state,
+        x,
+        w,
+        split_sizes,
+        wgrad=ctx.requires_grad and wgrad,
+        dgrad=ctx.requires_grad and ctx.input_requires_grad,
+        record=ctx.records_amax,
+        prequantized=quantized_of(input_),
+        is_first_microbatch=is_first_microbatch,
+    )
+    alpha = rows_alpha(operands.x, operands.w, split_sizes)
+    y = gemm.fprop(operands.x.values, operands.w.values, split_sizes, bias, scale, alpha)
+    if state.quantizers.backward_override == "high_precision":
+        gemm = grouped_gemm.choose(shape)
+    return gemm, y, operands.to_save()
+
+
+#: Operands, sizes and alpha of a backward pass; None where it is not needed.
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"] | None
+
+
+def backward_arguments(
+    state: RecipeState, dy: torch.Tensor, grad_output: torch.Tensor, split_sizes: torch.Tensor, saved: Tensors
+) -> tuple[Arguments, Arguments]:
+    """Return the arguments of dgrad and of wgrad of a layer alone.
+
+    Parameters
+    ----------
+    state, saved
+        The state that :func:`forward` ran with, and what it saved.
+    dy, split_sizes
+        (T, N) and (G,).
+    grad_output
+        What autograd gave for dy: perhaps prequantised.
+    """
+    x, w = saved_operands(saved)
+    row, column = gradient_operands(
+        state, dy, split_sizes, wgrad=x is not None, dgrad=w is not None, prequantized=quantized_of(grad_output)
+    )
+    dgrad = wgrad = None
+    if w is not None and row is not None:
+        dgrad = row.values, w.values, split_sizes, rows_alpha(row, w, split_sizes)
+    if x is not None and column is not None:
+        slots = split_sizes if column.sizes is None else column.sizes
+        wgrad = column.values, x.values, slots, groups_alpha(column, x)
+    return dgrad, wgrad
 
 
 class ForwardOperands(NamedTuple):
