@@ -9,10 +9,19 @@ from typing import Any
 
 
 class _InForce(threading.local):
-    """The recipe of each thread.  Not a context variable: torch.compile guards on an attribute of an instance."""
+    """What is in force in each thread.  Not context variables: torch.compile guards on attributes of an instance.
+
+    Attributes
+    ----------
+    recipe
+        The recipe.
+    scales : dict or None
+        Scales of delayed scaling that a checkpointed forward ran with, for its recomputation.
+    """
 
     def __init__(self) -> None:
         self.recipe: Any = None
+        self.scales: dict[Any, Any] | None = None
 
 
 in_force = _InForce()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.utils.checkpoint
 
-from .autocast import autocast, current_recipe
+from .autocast import autocast, current_recipe, in_force
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """:func:`torch.utils.checkpoint.checkpoint` that recomputes under the recipe that is in force now.
 
     The recipe is copied, so neither leaving the ``autocast`` nor changing the recipe before backward changes what is
-    recomputed.
+    recomputed.  Nor do steps of delayed scaling that end in between (several forwards before their backwards, as in
+    pipeline parallelism): the scales of the forward are kept.
 
     Parameters
     ----------
@@ -25,9 +26,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         As torch's function takes them.
     """
     snapshot = copy.copy(current_recipe())
+    scales: dict[Any, Any] = {}
 
     def run(*inputs: Any, **named: Any) -> Any:
-        with autocast(recipe=snapshot):
+        with autocast(recipe=snapshot), _same_scales(scales):
             return function(*inputs, **named)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
@@ -41,4 +43,21 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
     tuple
         Contexts for the forward pass and for its recomputation.
     """
-    return contextlib.nullcontext(), autocast(recipe=copy.copy(current_recipe()))
+    scales: dict[Any, Any] = {}
+    return _same_scales(scales), _recomputing(copy.copy(current_recipe()), scales)
+
+
+@contextlib.contextmanager
+def _same_scales(scales: dict[Any, Any]) -> Iterator[None]:
+    """Quantise with the scales in a dictionary, which those that it lacks are put into."""
+    outer, in_force.scales = in_force.scales, scales
+    try:
+        yield
+    finally:
+        in_force.scales = outer
+
+
+@contextlib.contextmanager
+def _recomputing(recipe: Any, scales: dict[Any, Any]) -> Iterator[None]:
+    with autocast(recipe=recipe), _same_scales(scales):
+        yield

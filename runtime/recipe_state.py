@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .autocast import in_force
 from .errors import UnsupportedError
 from .recipe import DelayedScaling, recipe_kind
 
@@ -209,7 +210,11 @@ class DelayedScalingState(RecipeState):
         return slice(index * self.num_scales, (index + 1) * self.num_scales)
 
     def _scale(self, mode: str, index: int) -> torch.Tensor:
-        return self.scale[mode][self._columns(index)]
+        now = self.scale[mode][self._columns(index)]
+        if in_force.scales is None:
+            return now
+        key = (self, mode, index)
+        return in_force.scales[key] if key in in_force.scales else in_force.scales.setdefault(key, now.clone())
 
     def _amax_row(self, mode: str, index: int) -> torch.Tensor:
         return self.amax_history[mode][0, self._columns(index)]

@@ -334,6 +334,33 @@ def test_n13_checkpointed_is_bitwise_plain(path, name, use_reentrant):
     assert all(torch.equal(t, b.state_dict()[key]) for key, t in a.state_dict().items())
 
 
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "context_fn"])
+def test_n13_checkpoints_of_several_micro_batches_recompute_with_their_own_scales(how):
+    """Two forwards before the first backward, which changes the scales: the second is recomputed with the old ones."""
+    recipe = recipe_of("delayed")
+    plain = trained(module_of(), recipe)
+    again = copy.deepcopy(plain)
+
+    def checkpointed(*inputs):
+        if how == "context_fn":
+            return torch.utils.checkpoint.checkpoint(
+                again, *inputs, use_reentrant=False, context_fn=cgm.checkpoint_context_fn
+            )
+        return cgm.checkpoint(again, *inputs, use_reentrant=how == "reentrant")
+
+    results = []
+    for module, call in ((plain, plain), (again, checkpointed)):
+        module.zero_grad()
+        batches = [operands(seed=3), tuple(t if t is None or i == 1 else 5 * t for i, t in enumerate(operands(seed=4)))]
+        batches = [(x.detach().requires_grad_(), sizes, probs, dy) for x, sizes, probs, dy in batches]
+        with cgm.autocast(recipe=recipe):
+            outputs = [call(x, sizes, probs) for x, sizes, probs, _ in batches]
+        for y, (*_, dy) in zip(outputs, batches, strict=True):
+            y.backward(dy)
+        results.append([*outputs, *[x.grad for x, *_ in batches], *[p.grad for p in module.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_state_dict_restores_scales_and_random_numbers():
     for name in ("delayed", "nvfp4"):
         recipe = recipe_of(name)
