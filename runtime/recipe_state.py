@@ -214,7 +214,10 @@ class DelayedScalingState(RecipeState):
         if in_force.scales is None:
             return now
         key = (self, mode, index)
-        return in_force.scales[key] if key in in_force.scales else in_force.scales.setdefault(key, now.clone())
+        if key not in in_force.scales:
+            in_force.scales[key] = now.clone()
+        kept: torch.Tensor = in_force.scales[key]
+        return kept
 
     def _amax_row(self, mode: str, index: int) -> torch.Tensor:
         return self.amax_history[mode][0, self._columns(index)]
