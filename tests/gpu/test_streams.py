@@ -73,7 +73,7 @@ def kernel_streams(function):
 
 def test_c3_a_profile_shows_each_kernel_by_its_name_and_on_the_stream_it_was_called_on():
     module, args = module_of(), operands()
-    gradients(module, *args)
+    kernel_streams(lambda: gradients(module, *args))  # the first profile of a process may miss what starts it
     default = kernel_streams(lambda: gradients(module, *args))
     side = torch.cuda.Stream()
 
@@ -83,7 +83,7 @@ def test_c3_a_profile_shows_each_kernel_by_its_name_and_on_the_stream_it_was_cal
             side.synchronize()
 
     other = kernel_streams(on_side)
-    assert {name for name, _ in default} == {name for name, _ in other}
+    assert {name for name, _ in default} == {name for name, _ in other}, (default, other)
     roles = ("fprop_act", "fprop_1", "dgrad_act", "dgrad_1", "wgrad_1", "reduce")
     assert all(any(f"bf16_{role}" in name for name, _ in default) for role in roles), default
     assert len({stream for _, stream in default}) == len({stream for _, stream in other}) == 1
