@@ -206,7 +206,7 @@ def test_e9_what_the_kernels_decline_runs_in_plain_torch(row_scaled):
     assert_close(got, replayed(module, *args, replays, round_grad=True), FP4 if row_scaled else FP8)
 
 
-@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4_nearest"])
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "nvfp4_nearest"])
 def test_e5_graph_replays_with_other_splits_under_a_recipe(name):
     (hidden, ffn), tokens, groups = SMALL, 1500, 5
     module, recipe = module_of(groups, hidden, ffn), recipe_of(name)
@@ -235,11 +235,18 @@ def test_e5_graph_replays_with_other_splits_under_a_recipe(name):
             for target, source in zip((x, sizes, probs, dy), fresh, strict=True):
                 target.copy_(source)
             module.fc1.weight.mul_(1.25)  # weights are quantised anew at each replay
+        states = [op.recipe_state for op in (module.fc1, module.fc2)]
+        before = [{key: t.clone() for key, t in state.state_dict().items()} for state in states]
         graph.replay()
+        after = [{key: t.clone() for key, t in state.state_dict().items()} for state in states]
+        for state, tensors in zip(states, before, strict=True):
+            state.load_state_dict(tensors)
         eager = run()
         torch.cuda.synchronize()
         for got, want in zip(outputs, eager, strict=True):
             assert torch.equal(got, want), splits
+        for state, tensors in zip(states, after, strict=True):
+            assert all(torch.equal(t, tensors[key]) for key, t in state.state_dict().items()), splits
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "block"])
