@@ -433,14 +433,20 @@ class OperationFuser:
                 for op in self.basic_ops:
                     op.pre_first_fuser_forward()
             for op in self.basic_ops:
+                # An operation may be in several pipelines: the state that another one made is gone, unless it is alike.
+                if op._state_fusers is None:
+                    op._state_fusers = weakref.WeakSet()
+                alike = [other for other in op._state_fusers if other._state_key == key]
                 op.reset_recipe_state(recipe=recipe)
-                # An operation may be in several pipelines: the state that another one made is gone.
-                other = None if op._state_fuser is None else op._state_fuser()
-                if other is not None and other._state_key != key:
-                    other._state_key = None
-                op._state_fuser = weakref.ref(self)
+                for other in alike:
+                    other._state_key = key
+                op._state_fusers.add(self)
             self._state_key = key
             self.recipe_state_resets += 1
+
+    def expire_state(self) -> None:
+        """Have the next call make the operations' quantisation state anew: that of one of them was reset."""
+        self._state_key = None
 
     def holds_state_of(self, recipe: Any) -> bool:
         """Whether the operations' quantisation state is that of a recipe, so that a call would not reset it.

@@ -119,7 +119,8 @@ class StatusWords:
         """Return the word, made at the first use."""
         word = self._words.get(device)
         if word is None:
-            word = self._words.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
+            with torch.inference_mode(False):  # it outlives the mode of the call that happens to be the first
+                word = self._words.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
         return word
 
     def check(self, device: torch.device) -> None:

@@ -212,7 +212,7 @@ class BasicOperation(FusibleOperation):
         self._channels_locked = False
         self._recipe_state: RecipeState | None = None
         self._parked_state: RecipeState | None = None  # of the time before an unquantised call, to go on with
-        self._state_fuser: weakref.ref[OperationFuser] | None = None
+        self._state_fusers: weakref.WeakSet[OperationFuser] | None = None  # those that believe to know the state
         self._loaded_state: dict[str, torch.Tensor] = {}
         self._lone_fuser: OperationFuser | None = None
 
@@ -389,11 +389,14 @@ class BasicOperation(FusibleOperation):
         recipe
             The recipe to make it for; None: no quantisation.
         """
+        for fuser in self._state_fusers or ():
+            fuser.expire_state()
         previous = self._recipe_state or self._parked_state
         self._recipe_state = make_recipe_state(recipe, self, previous)
         self._parked_state = previous if self._recipe_state is None else None
-        if self._recipe_state is not None and self._loaded_state:
-            self._recipe_state.load_state_dict(self._loaded_state)
+        made = self._recipe_state
+        if made is not None and self._loaded_state and self._loaded_state.keys() <= made.state_dict().keys():
+            made.load_state_dict(self._loaded_state)
             self._loaded_state = {}
 
     def make_quantizers(self, recipe: Any) -> Quantizers | None:
@@ -414,8 +417,7 @@ class BasicOperation(FusibleOperation):
         recipe
             The recipe in force, or None.
         """
-        fuser = None if self._state_fuser is None else self._state_fuser()
-        if self._recipe_state is not None and fuser is not None and fuser.holds_state_of(recipe):
+        if self._recipe_state is not None and any(f.holds_state_of(recipe) for f in self._state_fusers or ()):
             return self._recipe_state.quantizers
         return self.make_quantizers(recipe)
 
@@ -426,8 +428,9 @@ class BasicOperation(FusibleOperation):
 
     def update_recipe_state(self) -> None:
         """Advance the recipe state; called once at the end of each backward."""
-        if self._recipe_state is not None:
-            self._recipe_state.update()
+        state = self._recipe_state or self._parked_state  # an unquantised call may have come since forward
+        if state is not None:
+            state.update()
 
     # Moves, copies and checkpoints ------------------------------------------------------------------------------------
 
@@ -465,9 +468,8 @@ class BasicOperation(FusibleOperation):
     def extra_tensors(self) -> dict[str, torch.Tensor]:
         """Return what a state dict holds besides parameters and buffers; it may be missing when one is loaded."""
         state = self._recipe_state or self._parked_state
-        if state is None:
-            return {}
-        return {_STATE + name: tensor.detach().clone() for name, tensor in state.state_dict().items()}
+        tensors = {**self._loaded_state, **({} if state is None else state.state_dict())}
+        return {_STATE + name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:
         """Take what :meth:`extra_tensors` gave.
@@ -485,15 +487,16 @@ class BasicOperation(FusibleOperation):
             Names of the entries that were taken.
         """
         state = {name[len(_STATE) :]: tensor for name, tensor in found.items() if name.startswith(_STATE)}
-        if self._recipe_state is not None:
-            self._recipe_state.load_state_dict(state)
-        else:
+        current = self._recipe_state
+        if current is not None and state.keys() <= current.state_dict().keys():
+            current.load_state_dict(state)
+        else:  # the first forward under its recipe takes it
             self._parked_state = None
-            self._loaded_state = state  # until the first forward makes the state
+            self._loaded_state = {name: tensor.detach().clone() for name, tensor in state.items()}
         return {_STATE + name for name in state}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lone_fuser": None, "_state_fuser": None}
+        return {**self.__dict__, "_lone_fuser": None, "_state_fusers": None}
 
 
 class FusedOperation(FusibleOperation):

@@ -336,9 +336,10 @@ def make_recipe_state(recipe: Any, op: QuantizedOperation, previous: RecipeState
     if quantizers is None:
         return None
     kind = recipe_kind(quantizers.recipe)
-    state = (DelayedScalingState if kind == "delayed" else RecipeState)(quantizers, op)
-    if previous is not None and recipe_kind(previous.recipe) == kind:
-        state.take_over(previous)
+    with torch.inference_mode(False):  # training goes on with what inference made
+        state = (DelayedScalingState if kind == "delayed" else RecipeState)(quantizers, op)
+        if previous is not None and recipe_kind(previous.recipe) == kind:
+            state.take_over(previous)
     return state
 
 

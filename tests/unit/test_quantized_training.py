@@ -1,5 +1,6 @@
 """Training under quantising recipes on the CPU, against a float64 replay of every quantisation point."""
 
+import contextlib
 import copy
 import dataclasses
 
@@ -395,6 +396,80 @@ def test_an_operation_in_two_pipelines_is_quantised_as_each_says():
         fc(x, sizes)  # alone, without a recipe: this drops the state
         with cgm.autocast(recipe=recipe):
             assert torch.equal(both(x, sizes, sizes), quantised)
+
+
+@pytest.mark.parametrize("whose", ["layer", "pipeline"])
+def test_a_reset_of_one_owner_never_leaves_another_unquantised(path, whose):
+    module, (x, sizes, probs, _) = module_of(), operands()
+    recipe = cgm.Float8CurrentScaling()
+
+    def both():
+        with torch.no_grad(), cgm.autocast(recipe=recipe):
+            return module.fc1(x, sizes), module(x, sizes, probs)
+
+    before = both()
+    (module.fc1 if whose == "layer" else module).reset_recipe_state()
+    after = both()
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    unquantised = module.fc1(x, sizes)
+    assert not torch.equal(before[0].nan_to_num(), unquantised.detach().nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "nvfp4"])
+def test_training_goes_on_after_a_first_call_in_inference_mode(path, name):
+    recipe = None if name == "none" else recipe_of(name)
+    arguments = operands()
+    with kernels.using(ReferenceKernels()) if path == "kernels" else contextlib.nullcontext():  # a new status word
+        module = module_of()
+        with torch.inference_mode(), cgm.autocast(recipe=recipe):
+            module(*arguments[:3])
+        step(module, *arguments, recipe)
+        too_many = (arguments[0], arguments[1] + 1000, *arguments[2:])
+        step(module, *too_many, recipe)  # writes to the status word
+        with contextlib.suppress(GroupedMLPError):
+            kernels.provider().check_status(arguments[0].device)
+
+
+def test_loaded_state_is_saved_again_before_the_first_forward():
+    module, arguments, recipe = module_of(), operands(), recipe_of("delayed")
+    step(module, *arguments, recipe)
+    saved = module.state_dict()
+    assert any("recipe_state" in name for name in saved)
+    loaded = module_of()
+    loaded.load_state_dict(saved)
+    again = loaded.state_dict()
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
+
+
+def test_loaded_state_waits_for_its_own_recipe():
+    module, arguments, recipe = module_of(), operands(), recipe_of("delayed")
+    step(module, *arguments, recipe)
+    other = module_of()
+    step(other, *arguments, recipe_of("nvfp4"))
+    other.load_state_dict(module.state_dict())
+    step(other, *arguments, recipe_of("mxfp8"))
+    expected, got = (step(m, *arguments, recipe) for m in (module, other))
+    assert all(torch.equal(expected[name].nan_to_num(), got[name].nan_to_num()) for name in expected)
+
+
+def test_an_unquantised_call_before_backward_loses_no_step_of_delayed_scaling(path):
+    recipe, (x, sizes, probs, dy) = recipe_of("delayed"), operands()
+    scales = []
+    for between in (False, True):
+        module = module_of()
+        with cgm.autocast(recipe=recipe):
+            y = module(x, sizes, probs)
+        if between:
+            with torch.no_grad():
+                module(x, sizes, probs)
+        y.backward(dy)
+        with torch.no_grad(), cgm.autocast(recipe=recipe):
+            module(x, sizes, probs)
+        scales.append(module.fc1.recipe_state.scale["forward"])
+    assert torch.equal(*scales)
+    assert (scales[0] != 1).any()
 
 
 def test_delayed_scales_follow_transformer_engine_where_an_amax_is_no_help():
