@@ -62,7 +62,8 @@ def call(
     recipe = in_force.recipe
     text = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)
     choice = -1
-    if text is not None and not basic_op_kwargs and len(extra_inputs) == fuser.num_extra_inputs >= 3:
+    takes_three = len(extra_inputs) == fuser.num_extra_inputs >= 3
+    if text is not None and takes_three and not basic_op_kwargs and not _writes_elsewhere(fuser):
         sizes1, probs, sizes2 = extra_inputs[:3]
         scale = extra_inputs[3] if len(extra_inputs) == 4 else None
         grad = torch.is_grad_enabled()
@@ -82,6 +83,14 @@ def call(
             y = _traced(fc1, fc2, x, sizes1, probs, sizes2, scale, choice)
             return y.reshape(x.shape)
     return _run(fuser, x, extra_inputs, basic_op_kwargs)
+
+
+def _writes_elsewhere(fuser: OperationFuser) -> bool:
+    """Whether backward does more than to return gradients; asked while tracing, so that it is guarded on."""
+    for op in fuser.basic_ops:
+        if getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
+            return True
+    return False
 
 
 def _traced(

@@ -11,7 +11,7 @@ import torch
 from . import kernels
 from .autocast import current_recipe
 from .config import settings
-from .errors import UnsupportedError
+from .errors import ShapeError, UnsupportedError
 from .fuser import OperationFuser
 from .fusion import Rejection
 from .mlp import GroupedMLP
@@ -154,7 +154,8 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     Raises
     ------
     ShapeError
-        If a kernel met invalid split sizes since the last check: the device's status word is read (synchronises).
+        If the number of extra inputs is wrong, or a kernel met invalid split sizes since the last check: the device's
+        status word is read (synchronises).
     TypeError
         If the module is none of the above.
     """
@@ -162,6 +163,9 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     for option in ("op_kwargs", "is_first_microbatch"):
         kwargs.pop(option, None)
     x, extra, groups = _arguments(module, args, kwargs)
+    expected = sum(fuser.num_extra_inputs for fuser in groups)
+    if len(extra) != expected:
+        raise ShapeError(f"got {len(extra)} extra inputs, expected {expected}")
     kernels.provider().check_status(x.device)
     pipelines = []
     x_requires_grad = torch.is_grad_enabled() and x.requires_grad

@@ -402,7 +402,6 @@ class FusedGroupedMLP(FusedOperation):
     ) -> bool:
         """Whether the arguments are as usual; if not, :meth:`_check` says what is wrong, if anything is."""
         shape = x.shape
-        rows = shape[0]
         return (
             len(shape) == 2
             and shape[1] == self._hidden
@@ -410,8 +409,8 @@ class FusedGroupedMLP(FusedOperation):
             and x.get_device() == self._index
             and self._fit_sizes(sizes1)
             and (sizes2 is sizes1 or self._fit_sizes(sizes2))
-            and (probs is None or self._fit_rows(probs, rows))
-            and (not self._fc2.scale_bias or (scale is not None and self._fit_rows(scale, rows)))
+            and (probs is None or self._fit_rows(probs, shape[0]))
+            and (not self._fc2.scale_bias or (scale is not None and self._fit_rows(scale, shape[0])))
         )
 
     def _fit_sizes(self, sizes: torch.Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +119,12 @@ class Pipeline(torch.autograd.Function):
         return x
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *grad_outputs: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Run the plan's backward operations, the plan being the one that forward ran with."""
+        return _once(Pipeline._backward, ctx, *grad_outputs)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: torch.Tensor, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         contexts: list[OperationContext] = ctx.contexts
         ops, routing, boundary = call.ops, call.routing, call.plan.key[1]
@@ -192,7 +195,7 @@ class Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Run the operation's backward."""
-        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+        return _once(_backward, ctx, grad)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -202,7 +205,32 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (None, None, None, *grads)
 
 
-_backward_once = torch.autograd.function.once_differentiable(_backward)  # what it refuses costs time to find out
+class _Once(torch.autograd.Function):
+    """Passes gradients on and refuses to differentiate them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; ``anchor`` is there to require a gradient."""
+        return tuple(None if g is None else g.detach() for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Refuse."""
+        raise RuntimeError("operations of cute_grouped_mlp are once_differentiable: their gradients have no gradient")
+
+
+def _once(backward: Callable[..., tuple[Any, ...]], ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    """Run a backward; under ``create_graph`` its results refuse to be differentiated.
+
+    Torch's own ``once_differentiable`` takes them for constants where dy requires no gradient: a gradient penalty would
+    silently count for nothing.
+    """
+    if not torch.is_grad_enabled():
+        return backward(ctx, *grads)
+    with torch.no_grad():
+        found = backward(ctx, *grads)
+    refusing: tuple[Any, ...] = _Once.apply(torch.empty(0, requires_grad=True), *found)  # type: ignore[no-untyped-call]
+    return refusing
 
 
 class _InferenceContext(OperationContext):

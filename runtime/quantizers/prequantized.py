@@ -10,7 +10,8 @@ from .base import QuantizedTensor
 class PrequantizedTensor(torch.Tensor):
     """The dequantised values of a quantised tensor, which a GroupedLinear reads as it was quantised.
 
-    Operations of torch see the dequantised values, and return plain tensors.  Made by :func:`prequantized`.
+    Operations of torch see the dequantised values, and return plain tensors; one that writes in place leaves a plain
+    tensor, too.  Made by :func:`prequantized`.
 
     Attributes
     ----------
@@ -18,6 +19,7 @@ class PrequantizedTensor(torch.Tensor):
     """
 
     quantized: QuantizedTensor
+    version: int | None  # of the values that were quantised
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -41,10 +43,14 @@ def prequantized(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.
         Of the shape of ``q``.
     """
     tensor = q.dequantize("rowwise", dtype).as_subclass(PrequantizedTensor)
-    tensor.quantized = q
+    tensor.quantized, tensor.version = q, _version(tensor)
     return tensor
 
 
 def quantized_of(t: torch.Tensor) -> QuantizedTensor | None:
-    """Return what a tensor was quantised to, if :func:`prequantized` made it."""
-    return t.quantized if isinstance(t, PrequantizedTensor) else None
+    """Return what a tensor was quantised to, if :func:`prequantized` made it and nobody wrote to it since."""
+    return t.quantized if isinstance(t, PrequantizedTensor) and t.version == _version(t) else None
+
+
+def _version(t: torch.Tensor) -> int | None:
+    return None if t.is_inference() else t._version

@@ -187,6 +187,20 @@ def test_e10_what_no_operator_covers_runs_as_before(what):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("option", ["accumulate_into_main_grad", "delay_wgrad_compute"])
+def test_e10_options_set_after_compiling_are_guarded_on(option):
+    module = make()
+    graph = compiled(module)
+    graph(*inputs()).sum().backward()
+    weight = module.fc1.weight
+    expected, weight.grad, weight.main_grad = weight.grad, None, torch.zeros_like(weight)
+    setattr(module.fc1, option, True)
+    graph(*inputs()).sum().backward()
+    assert weight.grad is None
+    module.fc1.backward_dw()
+    assert torch.equal(expected, weight.grad if option == "delay_wgrad_compute" else weight.main_grad)
+
+
 def test_e10_wrong_inputs_name_the_argument():
     module = make()
     x, _, probs = inputs()

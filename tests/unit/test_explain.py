@@ -28,6 +28,14 @@ def roles(explanation):
     return [(k.step.role, k.step.backward) for p in explanation.pipelines for k in p.kernels]
 
 
+def test_a_wrong_number_of_extra_inputs_is_an_error_as_in_the_call():
+    x, sizes, _ = args()
+    module = cgm.GroupedLinear(G, H, F, dtype=torch.bfloat16)
+    for extra in ((), (sizes, sizes)):
+        with pytest.raises(cgm.ShapeError, match=f"got {len(extra)} extra inputs, expected 1"):
+            cgm.explain(module, x, *extra)
+
+
 def test_fused_plan_lists_what_would_be_launched(ref):
     module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
     explanation = cgm.explain(module, *args())

@@ -790,6 +790,21 @@ def test_backward_twice_and_double_backward(ref):
         gx.sum().backward()
 
 
+@pytest.mark.parametrize("flag", [None, False])
+def test_a_gradient_penalty_is_refused_not_taken_for_a_constant(ref, flag):
+    module, args = make(), inputs()
+    y = run(module, args, cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=flag))
+    (gx,) = torch.autograd.grad(y.sum(), args[0], create_graph=True)  # dy requires no gradient
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (y.sum() + gx.square().sum()).backward()
+
+
+def test_an_input_without_dimensions_is_named(ref):
+    _, *others = inputs()
+    with pytest.raises(cgm.ShapeError, match=r"input has shape \(\), allowed: \(tokens, "):
+        make()(torch.tensor(1.0, dtype=torch.bfloat16), *others)
+
+
 def test_saved_weights_changed_in_place_are_noticed(ref):
     module, args = make(), inputs()
     y = module(*args)

@@ -562,6 +562,16 @@ def test_e6_prequantised_tensors_are_plain_ones_elsewhere():
         module(wrong, sizes, probs)
 
 
+def test_e6_a_prequantised_tensor_that_was_written_to_is_a_plain_one():
+    x, sizes, _, _ = operands(tail=0)
+    layer = cgm.GroupedLinear(G, H, F, bias=False, dtype=BF16)
+    t = cgq.prequantized(cgq.MXFP8Quantizer().quantize(x, sizes))
+    with torch.no_grad(), cgm.autocast(recipe=recipe_of("mxfp8")):
+        before = layer(t, sizes)
+        t.mul_(2)
+        assert torch.equal(layer(t, sizes), 2 * before)
+
+
 @pytest.mark.parametrize("which", ["fc1", "fc2"])
 def test_n12_d5_a_layer_keeps_its_own_recipe(path, which):
     quantised, plain = recipe_of("mxfp8"), cgm.HighPrecision()
