@@ -440,6 +440,9 @@ class BasicOperation(FusibleOperation):
         parameter = next(self.parameters(recurse=recurse), None)
         for state in (self._recipe_state, self._parked_state):
             if state is not None and parameter is not None:
+                if not parameter.is_meta and any(t.is_meta for t in state.state_dict().values()):
+                    self.forget_recipe_state()  # made on the meta device: there is nothing to move
+                    break
                 state.to(parameter.device)
         return self
 

@@ -147,7 +147,7 @@ def _answer(
     if dtype not in kernels.NUMERICS_OF:
         reasons.append(f"kernels take bfloat16 and float16, the type is {dtype}")
     if device.type != "cuda":
-        return Support((*reasons, f"kernels need a CUDA device, this is {device}"))
+        return Support((*reasons, f"kernels need a CUDA device, the tensors are on {device}"))
     capability = torch.cuda.get_device_capability(device)
     arch = Arch.SM90A if capability == (9, 0) else Arch.SM100A if capability in _SM100 else None
     if arch is None:

@@ -443,6 +443,22 @@ def test_loaded_state_is_saved_again_before_the_first_forward():
     assert all(torch.equal(again[name], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_state_that_was_made_on_the_meta_device_is_made_anew(name):
+    recipe, arguments = recipe_of(name), operands()
+    module = module_of(device="meta")
+    for layer in (module.fc1, module.fc2):
+        layer.reset_recipe_state(recipe=recipe)
+    module.to_empty(device="cpu")
+    module.load_state_dict(module_of().state_dict())
+    torch.manual_seed(3)
+    got = step(module, *arguments, recipe)
+    expected = module_of()
+    torch.manual_seed(3)
+    expected = step(expected, *arguments, recipe)
+    assert all(torch.equal(expected[key].nan_to_num(), got[key].nan_to_num()) for key in expected)
+
+
 def test_loaded_state_waits_for_its_own_recipe():
     module, arguments, recipe = module_of(), operands(), recipe_of("delayed")
     step(module, *arguments, recipe)
