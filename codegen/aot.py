@@ -159,6 +159,9 @@ def build_folder(
             results[spec] = kept[spec.name]
             progress(spec, results[spec])
 
+    def list_kept() -> None:
+        _write_manifest(out_dir, arch, [kept[name] for name in sorted(kept)])
+
     def finish(spec: KernelSpec, compiled: Compiled | CompileError) -> None:
         if isinstance(compiled, Compiled):
             target = out_dir / spec.name
@@ -166,13 +169,14 @@ def build_folder(
                 shutil.rmtree(target)
             publish(compiled, keys[spec], target)
             results[spec] = kept[spec.name] = read_artifact(target)
+            list_kept()  # after each: a build that is interrupted goes on where it was
         else:
             results[spec] = compiled
         progress(spec, results[spec])
 
     with tempfile.TemporaryDirectory(prefix="cute-grouped-mlp-") as scratch:
         compile_many([s for s in specs if s not in results], Path(scratch), jobs=jobs, progress=finish)
-    _write_manifest(out_dir, arch, [kept[name] for name in sorted(kept)])
+    list_kept()
     return {spec: results[spec] for spec in specs}
 
 

@@ -473,6 +473,20 @@ def test_a_second_build_adds_to_a_folder_and_compiles_what_changed(
     assert AotFolder(tmp_path).get(specs(1)) is not None
 
 
+def test_a_build_that_is_interrupted_goes_on_where_it_was(fake_aot, compiler, specs, tmp_path):
+    def interrupt(spec, result):
+        if spec == specs(1):
+            raise KeyboardInterrupt
+
+    wanted = [specs(0), specs(1), specs(2)]
+    with pytest.raises(KeyboardInterrupt):
+        build_folder(wanted, tmp_path, progress=interrupt)
+    assert set(AotFolder(tmp_path).names) == {specs(0).name, specs(1).name}
+    build_folder(wanted, tmp_path)
+    assert compiler.count == 3
+    assert set(AotFolder(tmp_path).names) == {spec.name for spec in wanted}
+
+
 def test_a_folder_of_something_else_is_left_alone(fake_aot, specs, tmp_path):
     (tmp_path / "precious").write_text("")
     with pytest.raises(GroupedMLPError, match="not a folder of compiled kernels"):
