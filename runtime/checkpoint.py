@@ -26,7 +26,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         As torch's function takes them.
     """
     snapshot = copy.copy(current_recipe())
-    scales: dict[Any, Any] = {}
+    scales = _scales()
 
     def run(*inputs: Any, **named: Any) -> Any:
         with autocast(recipe=snapshot), _same_scales(scales):
@@ -43,8 +43,13 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
     tuple
         Contexts for the forward pass and for its recomputation.
     """
-    scales: dict[Any, Any] = {}
+    scales = _scales()
     return _same_scales(scales), _recomputing(copy.copy(current_recipe()), scales)
+
+
+def _scales() -> dict[Any, Any]:
+    """Return where scales are kept: inside of another checkpoint with that one's, which recomputes this one, too."""
+    return {} if in_force.scales is None else in_force.scales
 
 
 @contextlib.contextmanager

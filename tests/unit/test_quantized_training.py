@@ -335,7 +335,7 @@ def test_n13_checkpointed_is_bitwise_plain(path, name, use_reentrant):
     assert all(torch.equal(t, b.state_dict()[key]) for key, t in a.state_dict().items())
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "context_fn"])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "context_fn", "nested", "nested, reentrant"])
 def test_n13_checkpoints_of_several_micro_batches_recompute_with_their_own_scales(how):
     """Two forwards before the first backward, which changes the scales: the second is recomputed with the old ones."""
     recipe = recipe_of("delayed")
@@ -347,7 +347,14 @@ def test_n13_checkpoints_of_several_micro_batches_recompute_with_their_own_scale
             return torch.utils.checkpoint.checkpoint(
                 again, *inputs, use_reentrant=False, context_fn=cgm.checkpoint_context_fn
             )
-        return cgm.checkpoint(again, *inputs, use_reentrant=how == "reentrant")
+        reentrant = how.endswith("reentrant") and not how.startswith("not")
+        if not how.startswith("nested"):
+            return cgm.checkpoint(again, *inputs, use_reentrant=reentrant)
+
+        def inner(*inputs):
+            return cgm.checkpoint(again, *inputs, use_reentrant=reentrant)
+
+        return cgm.checkpoint(inner, *inputs, use_reentrant=reentrant)
 
     results = []
     for module, call in ((plain, plain), (again, checkpointed)):
