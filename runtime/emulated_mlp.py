@@ -15,6 +15,7 @@ import torch
 
 from . import checks, kernels
 from .codegen.spec import KernelSpec
+from .errors import UnsupportedError
 from .grouped_mlp import (
     _NO_OUTPUTS,
     NAME,
@@ -154,6 +155,9 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         """Two launches, and before each the quantising of its operands."""
         ctx = basic_op_ctxs[0]
         states = self._states()
+        given = quantized_of(input_)
+        if given is not None and given.quantizer.has_alpha and not self._alphas[0]:
+            states = None  # quantised to another format than the recipe's: with a factor that these kernels do not take
         ctx.one_by_one = states is None
         if states is None:
             return self._forward_one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs), _NO_OUTPUTS
@@ -181,7 +185,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
                     y.view(-1, self._hidden),
                     needs,
                     record=ctx.records_amax,
-                    prequantized=quantized_of(input_),
+                    prequantized=given,
                     kept=[kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs],
                 )
             if needs:
@@ -220,7 +224,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         a = x.new_empty(len(x), self._ffn)
         z = x.new_empty(len(x), self._fc1.out_features) if needs & NEED_Z else None
         launch, ctas = step.launches["fprop_act"]
-        alpha = rows_alpha(first.x, first.w, s1)
+        alpha = self._alpha(0, rows_alpha(first.x, first.w, s1))
         operands = _given(first.x.values, first.w.values, alpha, b1, p, s1, z, a)
         launch(*operands, step.status, *self._activation.params, ctas)
         second = quantized.forward_operands(
@@ -248,6 +252,20 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             p if needs & NEED_Z else None,
             s if needs & (NEED_B2 | NEED_SCALE) else None,
             *sizes,
+        )
+
+    def _alpha(self, which: int, alpha: torch.Tensor | None) -> torch.Tensor | None:
+        """Return factors for the kernels of fprop, dgrad or wgrad (0, 1, 2), which take some or none.
+
+        A prequantised tensor may be of another format than the recipe's, with factors where the recipe has none.
+        """
+        if (alpha is not None) == self._alphas[which]:
+            return alpha
+        if alpha is None:
+            return torch.ones(self._groups, device=self._device)
+        raise UnsupportedError(
+            f"{NAME} on a gradient of prequantized()",
+            ["its format has a factor for each group, the recipe's has none; allowed: the recipe's own format"],
         )
 
     def _unquantized_parameters(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -319,7 +337,8 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             if needs & NEED_PROBS:
                 partial = dy.new_empty(-(-self._ffn // step.columns), tokens, dtype=torch.float32)
             launch, ctas = launches["dgrad_act"]
-            operands = _given(row.values, w2.values, rows_alpha(row, w2, s2), z, p, s2, dz, partial)
+            alpha = self._alpha(1, rows_alpha(row, w2, s2))
+            operands = _given(row.values, w2.values, alpha, z, p, s2, dz, partial)
             launch(*operands, status, *self._activation.params, ctas)
         if a is not None and column is not None:
             dw2 = self._emulated_wgrad(base, step, 2, column, a, s2)
@@ -343,7 +362,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
 
     def _emulated_wgrad(self, saved: Saved, step: StepKernels, layer: int, dy: Any, x: Any, sizes: torch.Tensor) -> Any:
         """As the unquantised operation's, on operands."""
-        alpha = groups_alpha(dy, x)
+        alpha = self._alpha(2, groups_alpha(dy, x))
         operands = _given(dy.values, x.values, alpha, sizes if dy.sizes is None else dy.sizes)
         fc = (self._fc1, self._fc2)[layer - 1]
 

@@ -585,6 +585,31 @@ def test_e6_prequantised_tensors_are_plain_ones_elsewhere():
         module(wrong, sizes, probs)
 
 
+@pytest.mark.parametrize(("given", "name"), [("current", "mxfp8"), ("nvfp4", "block"), ("mxfp8", "current")])
+def test_e6_prequantised_tensors_of_another_format_than_the_recipe_s(path, given, name):
+    quantizers = {"current": cgq.Float8CurrentScalingQuantizer(), "nvfp4": cgq.NVFP4Quantizer()}
+    x, sizes, probs, dy = operands(tail=0)
+    t = cgq.prequantized(quantizers.get(given, cgq.MXFP8Quantizer()).quantize(x, sizes))
+    results = []
+    for flag in (None, False):
+        module = module_of()
+        with cgm.autocast(recipe=recipe_of(name, enable_cutedsl_fused_grouped_mlp=flag)):
+            y = module(t, sizes, probs)
+        y.backward(dy)
+        results.append((y.detach(), module.fc1.weight.grad))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).float().norm() <= FP8 * b.float().norm()
+
+
+def test_e6_a_gradient_of_another_format_is_refused_where_kernels_take_no_factor():
+    x, sizes, probs, dy = operands(tail=0)
+    g = cgq.prequantized(cgq.Float8CurrentScalingQuantizer().quantize(dy, sizes))
+    with kernels.using(ReferenceKernels()), cgm.autocast(recipe=recipe_of("mxfp8")):
+        y = module_of()(x, sizes, probs)
+    with pytest.raises(UnsupportedError, match="a factor for each group, the recipe's has none"):
+        y.backward(g)
+
+
 def test_e6_a_prequantised_tensor_that_was_written_to_is_a_plain_one():
     x, sizes, _, _ = operands(tail=0)
     layer = cgm.GroupedLinear(G, H, F, bias=False, dtype=BF16)
