@@ -22,6 +22,12 @@ class PrequantizedTensor(torch.Tensor):
     version: int | None  # of the values that were quantised
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def detach(self) -> PrequantizedTensor:
+        """As of any tensor, and as quantised as this one: reentrant checkpoints recompute from detached inputs."""
+        detached = super().detach().as_subclass(PrequantizedTensor)
+        detached.quantized, detached.version = self.quantized, self.version
+        return detached
+
 
 def prequantized(q: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a quantised tensor as an input, or as a gradient, of modules.

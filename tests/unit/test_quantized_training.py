@@ -601,6 +601,23 @@ def test_e6_prequantised_tensors_of_another_format_than_the_recipe_s(path, given
         assert (a - b).float().norm() <= FP8 * b.float().norm()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_e6_checkpoints_recompute_from_what_was_quantised(path, use_reentrant):
+    x, sizes, probs, dy = operands(tail=0)
+    results = []
+    for checkpointed in (False, True):
+        module = module_of()
+        t = cgq.prequantized(cgq.NVFP4Quantizer().quantize(x, sizes)).requires_grad_()
+        with cgm.autocast(recipe=recipe_of("current")):
+            if checkpointed:
+                y = cgm.checkpoint(module, t, sizes, probs, use_reentrant=use_reentrant)
+            else:
+                y = module(t, sizes, probs)
+        y.backward(dy)
+        results.append((y.detach(), t.grad, module.fc1.weight.grad, module.fc2.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_e6_a_gradient_of_another_format_is_refused_where_kernels_take_no_factor():
     x, sizes, probs, dy = operands(tail=0)
     g = cgq.prequantized(cgq.Float8CurrentScalingQuantizer().quantize(dy, sizes))
