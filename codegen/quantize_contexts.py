@@ -58,10 +58,10 @@ def check_quantization(spec: KernelSpec) -> list[str]:
 
 
 def shared_bytes(spec: KernelSpec) -> int:
-    """Bytes of shared memory that a kernel asks for: two buffers of pieces, and of what warps tell one another."""
+    """Bytes of shared memory that a kernel asks for: two of pieces, of what warps tell one another, and of tiles."""
     k = QuantizeContext(spec)
     words = 8 * 16 * (1 if k.two_dimensional else 4)
-    return 2 * (8 * 256 * 16 + (4 * words if k.exchanges else 0))
+    return 2 * (8 * 256 * 16 + (4 * words if k.exchanges else 0) + (k.tile_bytes if k.tiles else 0))
 
 
 def quantize_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
@@ -298,6 +298,61 @@ class QuantizeContext:
         return 8 if self.columnwise and self.transposed else 1
 
     @property
+    def tiles(self) -> bool:
+        """Whether a piece is turned in shared memory."""
+        return self.columnwise and self.transposed
+
+    @property
+    def tile_scales(self) -> bool:
+        """Whether the scales of its columns are too: bytes of neighbouring blocks."""
+        return self.tiles and self.code
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether lanes write pieces of rows."""
+        return self.rowwise or not self.tiles
+
+    @property
+    def scale_stores(self) -> bool:
+        """Whether scales are written one by one."""
+        return self._scales == "each" and (self.rowwise or self.tiles)
+
+    @property
+    def counts_slots(self) -> bool:
+        """Whether each lane writes what it has of a column itself, or its scales."""
+        return not self.tiles or (self.column_scales == "each" and not self.tile_scales)
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows of a piece."""
+        return 16 * self.team
+
+    @property
+    def line_bytes(self) -> int:
+        """A column of a piece in shared memory; 8 bytes more than its data, an odd multiple of what a lane writes."""
+        return self.piece_rows * self.bits // 8 + 8
+
+    @property
+    def tile_bytes(self) -> int:
+        """A piece in shared memory, columns first, and its scales."""
+        return 128 * (self.line_bytes + (self.team if self.tile_scales else 0))
+
+    @property
+    def meets(self) -> bool:
+        """Whether warps of a team wait for one another."""
+        return self.exchanges or self.tiles
+
+    @property
+    def outers(self) -> bool:
+        """Whether there are scales of a second level."""
+        return self._q.scaling is Scaling.NVFP4
+
+    @property
+    def cleans(self) -> bool:
+        """Whether signs are copied from what was read, where NaN may have one."""
+        return self._q.scaling is Scaling.NVFP4 and (self.rowwise or not self.rht)
+
+    @property
     def ctas_per_sm(self) -> int:
         """CTAs of a multiprocessor, which bounds the registers of a thread."""
         if self._measures:
@@ -332,7 +387,8 @@ class QuantizeContext:
     @property
     def packs(self) -> bool:
         """Whether numbers are rounded to bf16."""
-        return self.rht or (self.emulate and not self._measures)
+        nearest = self._q.element is Element.E2M1 and not self.stochastic
+        return self.rht or (not self._measures and (self.emulate or nearest))
 
     @property
     def amaxes(self) -> bool:
@@ -375,7 +431,7 @@ class QuantizeContext:
     @property
     def stored_scale(self) -> str:
         """A scale as it is stored."""
-        return "scale.code.to(Uint8)" if self.code else "scale.value"
+        return "scale.code" if self.code else "scale.value"
 
     def scale_of(self, factor: str, value: str, code: str) -> str:
         """Arguments of a scale."""
@@ -403,7 +459,6 @@ class QuantizeContext:
         if q.scaling is Scaling.NVFP4:
             found.append("LARGEST = 6.0 * 448.0")
             found.append("FP32_MAX = 3.4028234663852886e38")
-            found.append("SHIFT_OF_ONE = (127 + 22) << 23 | 0x400000  # 1.5 * 2^22, as bits")
         if q.scaling is Scaling.BLOCK_FP8:
             if not q.power_of_two:
                 found.append(f"LARGEST = {self.largest}")
@@ -458,23 +513,44 @@ class QuantizeContext:
         return "(turn, None, None)" if self.two_dimensional else "(turn, None, None, None)"
 
     @property
-    def writer_parameters(self) -> list[str]:
-        """Parameters of the functions that write a direction."""
-        names = ["t: Tensors", "words: cute.Tensor", "piece: Piece", "place: Place", "shape: Shape"]
-        names += ["scale: Scale"] if self.uniform else []
-        names += ["outside: cute.Tensor"] if self.ranged else []
-        names += ["shared: cute.Tensor"] if self.exchanges and not self.uniform else []
+    def work_parameters(self) -> list[str]:
+        """Parameters of the function that works on a piece."""
+        names = ["t: Tensors", "piece: Piece", "shape: Shape", "words: cute.Tensor"]
+        names += ["outers"] if self.outers else []
+        names += ["seed: Seed"] if self.stochastic else []
+        names += ["shared: cute.Tensor"] if self.exchanges else []
+        names += ["tile: Int32"] if self.tiles else []
         return names
 
     @property
-    def writer_arguments(self) -> str:
+    def work_arguments(self) -> str:
+        """Arguments of the function that works on a piece."""
+        given = {"t": "tensors", "shared": f"shared[{self.shared_slice}]", "tile": "tiles + turn * TILE_BYTES"}
+        names = [name.split(":")[0] for name in self.work_parameters]
+        return ", ".join(given.get(name, name) for name in names)
+
+    def writer_parameters(self, direction: str) -> list[str]:
+        """Parameters of the functions that write a direction."""
+        names = ["t: Tensors", "words: cute.Tensor", "piece: Piece", "place: Place", "shape: Shape"]
+        names += ["scale: Scale"] if self.uniform else []
+        names += ["outer: Outer"] if self.outers and not self.uniform else []
+        names += ["seed: Seed"] if self.stochastic else []
+        names += ["outside: cute.Tensor"] if self.ranged else []
+        names += ["shared: cute.Tensor"] if self.exchanges and not self.uniform and direction == "columns" else []
+        names += ["tile: Int32"] if self.tiles and direction == "columns" else []
+        return names
+
+    def writer_arguments(self, direction: str) -> str:
         """Arguments of the functions that write a direction."""
-        return ", ".join(name.split(":")[0] for name in self.writer_parameters)
+        given = {"outer": f"outers[{('rows', 'columns').index(direction)}]"}
+        names = [name.split(":")[0] for name in self.writer_parameters(direction)]
+        return ", ".join(given.get(name, name) for name in names)
 
     @property
     def tensor_parameters(self) -> list[tuple[str, str]]:
         """Names and annotations of the tensors that work on a piece needs."""
         schedule = {"x", "sizes", "slot_sizes"} if self.ranged else {"x", "sizes", "slot_sizes", "status"}
+        schedule |= {"rng"}
         return [(t.name, "cute.Tensor") for t in quantize_tensors(self.spec) if t.name not in schedule]
 
     @property

@@ -275,6 +275,26 @@ def test_packed_groups(name, directions, kind):
 
 
 @pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("name", ["nvfp4_rht_sr", "block_1d", "block_2d_e5m2", "delayed_e5m2"])
+def test_packed_pieces_of_many_groups(name, directions):
+    """Bands of pieces reach over windows of groups, and each CTA works on several."""
+    x, sizes = grouped("normal", "more_than_a_thousand_groups")
+    check_packed(GROUPED[name], x, sizes, directions, **rng_of(GROUPED[name]))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht", "nvfp4_rht_sr"])
+def test_nvfp4_groups_of_any_magnitude(name):
+    """Scales of the second level from the least to the largest: divisions whose operands or results are subnormal."""
+    exponents = (-132, -128, -126, -122, -118, -114, -110, -70, -60, -50, 0, 60, 100, 120, 126)
+    sizes = torch.full((len(exponents),), 48, device="cuda")
+    scale = torch.tensor(exponents, device="cuda").repeat_interleave(48).unsqueeze(1)
+    x = numbers("spread", 48 * len(exponents), 128).float().clamp(-1.9, 1.9)
+    x = torch.ldexp(x, scale).to(torch.bfloat16)
+    check_emulated(GROUPED[name], x, sizes, (True, True), **rng_of(GROUPED[name]))
+    check_packed(GROUPED[name], x, sizes, (True, True), **rng_of(GROUPED[name]))
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("name", BATCHED)
 def test_packed_matrices(name, directions):
     x = numbers("edges", 5 * 136, 160).reshape(5, 136, 160)
