@@ -508,11 +508,6 @@ class QuantizeContext:
         return "(2, WARPS, 4, LANES), stride=(WARPS * 4 * LANES, 4 * LANES, LANES, 1)"
 
     @property
-    def shared_slice(self) -> str:
-        """One of the two buffers."""
-        return "(turn, None, None)" if self.two_dimensional else "(turn, None, None, None)"
-
-    @property
     def work_parameters(self) -> list[str]:
         """Parameters of the function that works on a piece."""
         names = ["t: Tensors", "piece: Piece", "shape: Shape", "words: cute.Tensor"]
@@ -525,7 +520,8 @@ class QuantizeContext:
     @property
     def work_arguments(self) -> str:
         """Arguments of the function that works on a piece."""
-        given = {"t": "tensors", "shared": f"shared[{self.shared_slice}]", "tile": "tiles + turn * TILE_BYTES"}
+        buffer = "(turn, None, None)" if self.two_dimensional else "(turn, None, None, None)"  # one of the two
+        given = {"t": "tensors", "shared": f"shared[{buffer}]", "tile": "tiles + turn * TILE_BYTES"}
         names = [name.split(":")[0] for name in self.work_parameters]
         return ", ".join(given.get(name, name) for name in names)
 

@@ -16,6 +16,12 @@ from cute_grouped_mlp.codegen.render import render
 from cute_grouped_mlp.codegen.spec import Arch, KernelSpec, Pass, Schedule, TileConfig
 
 
+class Status(list):
+    """The status word, and a pointer to it."""
+
+    iterator = property(lambda self: self)
+
+
 class Warp:
     """Thirty-two threads in step: what ``cute.arch`` offers to a warp."""
 
@@ -31,6 +37,9 @@ class Warp:
         values = list(self.slots)
         self.barrier.wait()
         return values
+
+    def atomic_or(self, pointer, bits):
+        pointer[0] |= bits
 
     def lane_idx(self):
         return self.local.lane
@@ -129,7 +138,7 @@ def tiles_of(spec, sizes, tokens, clusters, **extents):
     warp = Warp()
     scope = scheduler(spec, warp)
     problem = scope["Problem"](tokens=tokens, groups=len(sizes), **extents)
-    status, sizes = [0], Sizes(sizes)
+    status, sizes = Status([0]), Sizes(sizes)
 
     def cluster(number):
         def lane():
