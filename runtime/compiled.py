@@ -187,8 +187,8 @@ def _operation(choice: int) -> tuple[FusedGroupedMLP, int]:
 
 
 _REASON = (
-    "no operator covers this call of cute_grouped_mlp, whose explain(...) shows its plan: only the fused grouped MLP has "
-    "one, without quantisation, main_grad, delayed weight gradients and weights as a list"
+    "no operator covers this call of cute_grouped_mlp, whose explain(...) shows its plan: only the fused grouped MLP "
+    "has one, without quantisation, main_grad, delayed weight gradients and weights as a list"
 )
 
 
