@@ -150,17 +150,13 @@ def _choose(
     x: Any = SimpleNamespace(dtype=dtype, device=device, requires_grad=x_requires_grad)
     probs: Any = SimpleNamespace(requires_grad=probs_require_grad)
     scale: Any = SimpleNamespace(requires_grad=scale_requires_grad)
-    boundary = len(fuser.basic_ops)
-    if x_requires_grad:
-        boundary = 0
-    elif grad:
-        wanted = [any(p.requires_grad for p in params[: counts[0]]), probs_require_grad]
-        wanted.append(scale_requires_grad or any(p.requires_grad for p in params[counts[0] :]))
-        boundary = next((index for index, wants in enumerate(wanted) if wants), boundary)
+    extra = (None, probs, None, scale)[: fuser.num_extra_inputs]
+    boundary = fuser.boundary(x_requires_grad, params, counts, extra) if grad else len(fuser.basic_ops)
     plan = fuser.select(recipe, boundary, x, params)
     op = plan.forward_ops[0][0]
     covered = (
-        len(plan.forward_ops) == 1
+        not fuser.hooked  # what they prepare is no function of tensors
+        and len(plan.forward_ops) == 1
         and type(op) is FusedGroupedMLP
         and plan.backward_ops[0][0] is op
         and op.compilable()

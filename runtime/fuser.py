@@ -121,6 +121,8 @@ class OperationFuser:
         The plan of the most recent call, for reading.
     recipe_state_resets : int
         How often recipe state was made anew.
+    hooked : list of (int, BasicOperation)
+        Operations that prepare each forward, with their indices.
     number : int
         Of this fuser, in this process.
     compiled : dict of int to FusibleOperation
@@ -136,7 +138,7 @@ class OperationFuser:
         self.last_plan: Plan | None = None
         self.recipe_state_resets = 0
         # Hooks that most operations leave alone are looked up here, not called at each run.
-        self._hooked = [(i, op) for i, op in enumerate(self.basic_ops) if _overrides(op, "pre_fuser_forward")]
+        self.hooked = [(i, op) for i, op in enumerate(self.basic_ops) if _overrides(op, "pre_fuser_forward")]
         self._stamped = [op for op in self.basic_ops if op.fuser_stamp() is not None]
         self._no_kwargs: list[dict[str, Any]] = [{} for _ in self.basic_ops]
         # Replaced as a whole: a thread sees either the old stamp with its plans or the new one with its own.
@@ -203,13 +205,13 @@ class OperationFuser:
         ops = self.basic_ops
         params, counts = self.parameters()
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
-        boundary = self._boundary(x_requires_grad, params, counts, extra_inputs)
+        boundary = self.boundary(x_requires_grad, params, counts, extra_inputs)
         recipe = in_force.recipe
         plan = self.select(recipe, boundary, input, params)
         self.last_plan = plan
         if plan.state_key != self._state_key:
             self._reset_states(recipe, plan.state_key)
-        for index, op in self._hooked:
+        for index, op in self.hooked:
             op.pre_fuser_forward(requires_grad=index >= boundary)
         if plan.direct is not None and not basic_op_kwargs:
             if boundary < len(ops):
@@ -235,14 +237,24 @@ class OperationFuser:
             kernels.provider().check_status(input.device)
         return result
 
-    def _boundary(
+    def boundary(
         self,
         x_requires_grad: bool,
         params: list[torch.nn.Parameter],
         counts: list[int],
         extra_inputs: Sequence[torch.Tensor | None],
     ) -> int:
-        """Index of the first operation that needs a backward."""
+        """Return the index of the first operation that needs a backward.
+
+        Parameters
+        ----------
+        x_requires_grad
+            Whether a gradient of the input is needed.
+        params, counts
+            As :meth:`parameters` returns them.
+        extra_inputs
+            Those of a call, or anything that says whether it requires a gradient.
+        """
         count = len(self.basic_ops)
         if x_requires_grad:
             return 0
@@ -250,7 +262,7 @@ class OperationFuser:
             return count
         boundary = count
         for (index, _), tensor in zip(self._routing.inputs, extra_inputs, strict=True):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and index < boundary:
+            if getattr(tensor, "requires_grad", False) and index < boundary:
                 boundary = index
         at = 0
         for index, of_op in enumerate(counts[:boundary]):
@@ -299,7 +311,7 @@ class OperationFuser:
             What its operations would run, forward first.
         """
         params, counts = self.parameters()
-        boundary = self._boundary(x_requires_grad, params, counts, extra_inputs)
+        boundary = self.boundary(x_requires_grad, params, counts, extra_inputs)
         plan = self.select(recipe, boundary, x, params)
         slots = self._routing.distribute(extra_inputs)
         contexts = make_contexts(len(slots), boundary, x_requires_grad)

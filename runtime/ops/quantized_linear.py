@@ -383,11 +383,10 @@ def _quantize_specs(
     record: bool,
 ) -> tuple[KernelSpec | None, KernelSpec | None]:
     """Return the kernels that measure and quantise an operand; None where plain torch does, or nothing measures."""
-    w, provider = layer.fuser_parameters()[0], kernels.provider()
-    if w.device.type == "cpu" or provider.unsupported(w.device) or w.dtype is not torch.bfloat16 or features % 8:
-        return None, None
+    w = layer.fuser_parameters()[0]
     amax = record and isinstance(made, DelayedScalingQuantizer)
-    specs = launch._specs(provider.arch(w.device), made, rowwise, columnwise, batched, True, amax)
+    ways = {"batched": batched, "rowwise": rowwise, "columnwise": columnwise, "amax": amax}
+    specs = launch.planned_specs(made, w.dtype, w.device, features, **ways)
     return (None, None) if specs is None else (specs[1], specs[0])
 
 

@@ -102,17 +102,50 @@ def specs_of(
     Kernels are for valid arguments, and bf16 tensors of at least one element on a device that has kernels, with columns
     that are a multiple of 8.  To write bytes columnwise, a matrix's rows, or groups' alignment, must be one too.
     """
-    columns = x.shape[-1]
-    if x.dtype is not torch.bfloat16 or not x.is_cuda or not x.numel() or columns % 8:
-        return None
-    provider = kernels.provider()
-    if provider.unsupported(x.device) or x.shape[:-1].numel() >= _MAX_ROWS:
+    if not x.is_cuda or not x.numel() or x.shape[:-1].numel() >= _MAX_ROWS:
         return None
     if quantizer._argument_problems(x, split_sizes, batched, swizzled=False):
         return None  # plain torch raises
     if columnwise and not emulate and (x.shape[-2] if split_sizes is None else quantizer.group_alignment) % 8:
         return None
-    return _specs(provider.arch(x.device), quantizer, rowwise, columnwise, split_sizes is None, emulate, amax)
+    return planned_specs(
+        quantizer,
+        x.dtype,
+        x.device,
+        x.shape[-1],
+        batched=split_sizes is None,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        emulate=emulate,
+        amax=amax,
+    )
+
+
+def planned_specs(
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    device: torch.device,
+    columns: int,
+    *,
+    batched: bool,
+    rowwise: bool,
+    columnwise: bool,
+    emulate: bool = True,
+    amax: bool = False,
+) -> Specs | None:
+    """Return the same before there is a tensor: of what its type, device and columns allow.
+
+    Parameters
+    ----------
+    quantizer, batched, rowwise, columnwise, emulate, amax
+        As :func:`quantization_of` takes them.
+    dtype, device, columns
+        Of the tensor to come.
+    """
+    provider = kernels.provider()
+    if dtype is not torch.bfloat16 or columns % 8 or device.type == "cpu" or provider.unsupported(device):
+        return None
+    return _specs(provider.arch(device), quantizer, rowwise, columnwise, batched, emulate, amax)
 
 
 def emulated(

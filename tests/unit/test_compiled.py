@@ -236,6 +236,24 @@ def test_e10_opcheck(options):
     torch.library.opcheck(torch.ops.cute_grouped_mlp.mlp_backward, (*plain, choice))
 
 
+def test_e10_an_operation_that_prepares_each_forward_is_asked_to(provider):
+    calls = []
+
+    class Preparing(cgm.GroupedLinear):
+        def pre_fuser_forward(self, *, requires_grad):
+            calls.append(requires_grad)
+
+    torch.manual_seed(0)
+    first, second = Preparing(G, H, 2 * F, dtype=torch.bfloat16), cgm.GroupedLinear(G, F, H, dtype=torch.bfloat16)
+    module = cgm.Sequential(first, cgm.ScaledSwiGLU(), second)
+    x, sizes, probs = inputs()
+    graph = compiled(module)
+    for _ in range(3):
+        graph(x, sizes, probs, sizes)
+    assert "fprop_act" in provider.names()
+    assert calls == [True] * 3
+
+
 def test_a_graph_that_outlives_its_module_says_so():
     from cute_grouped_mlp import compiled as operators
 
