@@ -20,20 +20,11 @@ from .autocast import in_force
 from .config import settings
 from .errors import GroupedMLPError
 from .fuser import OperationFuser, by_number
-from .grouped_mlp import (
-    NEED_B1,
-    NEED_B2,
-    NEED_PROBS,
-    NEED_SCALE,
-    NEED_W1,
-    NEED_W2,
-    NEED_X,
-    NEED_Z,
-    FusedGroupedMLP,
-)
+from .grouped_mlp import FusedGroupedMLP
 from .ops.grouped_linear import GroupedLinear
 from .pipeline import make_contexts
 from .recipe import NO_RECIPE, TEXT
+from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X, NEED_Z
 
 _NEEDS = (NEED_X, NEED_W1, NEED_B1, NEED_PROBS, NEED_W2, NEED_B2, NEED_SCALE)
 _BITS = 8  # of a choice, for NEED_* bits

@@ -16,9 +16,15 @@ import torch
 from . import checks, kernels
 from .codegen.spec import KernelSpec
 from .errors import UnsupportedError
-from .grouped_mlp import (
-    _NO_OUTPUTS,
-    NAME,
+from .grouped_mlp import NAME, FusedGroupedMLP
+from .op import OperationContext, PlannedKernel, Tensors
+from .ops import quantized_linear as quantized
+from .ops.activation import ScaledActivation
+from .ops.grouped_linear import GroupedLinear, cast_for_autocast
+from .ops.quantized_linear import LinearQuantizers, gradient_operands, groups_alpha, rows_alpha, saved_operands
+from .quantizers.prequantized import quantized_of
+from .recipe_state import Quantizers, RecipeState
+from .step import (
     NEED_B1,
     NEED_B2,
     NEED_PROBS,
@@ -27,21 +33,14 @@ from .grouped_mlp import (
     NEED_W2,
     NEED_X,
     NEED_Z,
-    FusedGroupedMLP,
+    NO_OUTPUTS,
     Saved,
     StepKernels,
     Variant,
-    _given,
-    _like,
-    _rows,
+    given,
+    like_of,
+    rows_of,
 )
-from .op import OperationContext, PlannedKernel, Tensors
-from .ops import quantized_linear as quantized
-from .ops.activation import ScaledActivation
-from .ops.grouped_linear import GroupedLinear, cast_for_autocast
-from .ops.quantized_linear import LinearQuantizers, gradient_operands, groups_alpha, rows_alpha, saved_operands
-from .quantizers.prequantized import quantized_of
-from .recipe_state import Quantizers, RecipeState
 
 #: Tensors that a layer's operands are saved as.
 _OPERANDS = 6
@@ -160,7 +159,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             states = None  # quantised to another format than the recipe's: with a factor that these kernels do not take
         ctx.one_by_one = states is None
         if states is None:
-            return self._forward_one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs), _NO_OUTPUTS
+            return self._forward_one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs), NO_OUTPUTS
         (sizes1,), (probs,), (sizes2, *scales) = basic_op_extra_inputs
         scale = scales[0] if scales else None
         needs = self.needs(basic_op_ctxs, probs, scale)
@@ -172,7 +171,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         y = checks.buffer_or_empty(NAME, "output", output, input_.shape, x)
         step = self._kernels(len(x), probs, scale, needs) if len(x) else None
         if needs:
-            saved = Saved(step, needs, len(x), input_.shape, grad_input, _like(probs), _like(scale))
+            saved = Saved(step, needs, len(x), input_.shape, grad_input, like_of(probs), like_of(scale))
             ctx.saved = EmulatedSaved(saved, states)
         if step is not None:
             with self._guard:
@@ -190,7 +189,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
                 )
             if needs:
                 ctx.save_for_backward(*tensors)
-        return y, _NO_OUTPUTS
+        return y, NO_OUTPUTS
 
     def _launch(
         self,
@@ -207,7 +206,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         kept: Sequence[bool | None],
     ) -> Tensors:
         """Quantise and launch; returns what backward reads."""
-        p, s = (_rows(t) for t in rows)
+        p, s = (rows_of(t) for t in rows)
         s1, s2 = (kernels.int32_sizes(t) for t in sizes)
         (w1, b1), (w2, b2) = (self._unquantized_parameters(fc) for fc in (self._fc1, self._fc2))
         first = quantized.forward_operands(
@@ -225,7 +224,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         z = x.new_empty(len(x), self._fc1.out_features) if needs & NEED_Z else None
         launch, ctas = step.launches["fprop_act"]
         alpha = self._alpha(0, rows_alpha(first.x, first.w, s1))
-        operands = _given(first.x.values, first.w.values, alpha, b1, p, s1, z, a)
+        operands = given(first.x.values, first.w.values, alpha, b1, p, s1, z, a)
         launch(*operands, step.status, *self._activation.params, ctas)
         second = quantized.forward_operands(
             states[1],
@@ -239,7 +238,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         )
         launch, ctas = step.launches["fprop"]
         launch(
-            *_given(second.x.values, second.w.values, rows_alpha(second.x, second.w, s2), b2, s, s2),
+            *given(second.x.values, second.w.values, rows_alpha(second.x, second.w, s2), b2, s, s2),
             y,
             step.status,
             ctas,
@@ -338,7 +337,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
                 partial = dy.new_empty(-(-self._ffn // step.columns), tokens, dtype=torch.float32)
             launch, ctas = launches["dgrad_act"]
             alpha = self._alpha(1, rows_alpha(row, w2, s2))
-            operands = _given(row.values, w2.values, alpha, z, p, s2, dz, partial)
+            operands = given(row.values, w2.values, alpha, z, p, s2, dz, partial)
             launch(*operands, status, *self._activation.params, ctas)
         if a is not None and column is not None:
             dw2 = self._emulated_wgrad(base, step, 2, column, a, s2)
@@ -351,7 +350,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if w1 is not None and row is not None:
             dx = checks.buffer_or_empty(NAME, "grad_input", base.grad_input, base.shape, dy)
             launch, ctas = launches["dgrad"]
-            operands = _given(row.values, w1.values, rows_alpha(row, w1, s1), s1, dx.view(-1, self._hidden))
+            operands = given(row.values, w1.values, rows_alpha(row, w1, s1), s1, dx.view(-1, self._hidden))
             launch(*operands, status, ctas)
         if x is not None and column is not None:
             dw1 = self._emulated_wgrad(base, step, 1, column, x, s1)
@@ -363,7 +362,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
     def _emulated_wgrad(self, saved: Saved, step: StepKernels, layer: int, dy: Any, x: Any, sizes: torch.Tensor) -> Any:
         """As the unquantised operation's, on operands."""
         alpha = self._alpha(2, groups_alpha(dy, x))
-        operands = _given(dy.values, x.values, alpha, sizes if dy.sizes is None else dy.sizes)
+        operands = given(dy.values, x.values, alpha, sizes if dy.sizes is None else dy.sizes)
         fc = (self._fc1, self._fc2)[layer - 1]
 
         def compute(out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:

@@ -8,103 +8,43 @@ gradients of probs and of the bias's scale; only those whose results are needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from . import checks, kernels
 from .codegen.select import StepSpecs, step_specs
-from .codegen.spec import DType, GluLayout, KernelSpec, Pass
+from .codegen.spec import DType, KernelSpec, Pass
 from .errors import ShapeError
 from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
 from .op import FusedOperation, OperationContext, PlannedKernel, StalePlan, Tensors
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
+from .step import (
+    LAYOUTS,
+    NEED_B1,
+    NEED_B2,
+    NEED_PROBS,
+    NEED_SCALE,
+    NEED_W1,
+    NEED_W2,
+    NEED_X,
+    NEED_Z,
+    NO_OUTPUTS,
+    Like,
+    Saved,
+    StepKernels,
+    Variant,
+    given,
+    launchable,
+    like_of,
+    row_dtype,
+    rows_of,
+)
 
 NAME = "fused grouped MLP"
-
-# What a backward has to return, as bits: one small integer is part of the key of the kernels to launch.
-NEED_X, NEED_W1, NEED_B1, NEED_PROBS, NEED_W2, NEED_B2, NEED_SCALE = (1 << bit for bit in range(7))
-#: Any of these needs dz, hence dgrad_act, hence z from forward.
-NEED_Z = NEED_X | NEED_W1 | NEED_B1 | NEED_PROBS
-
-#: GLU layouts that kernels have, by glu_interleave_size.
-LAYOUTS = {None: GluLayout.CONTIGUOUS, 32: GluLayout.INTERLEAVED32}
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """All that the kernels of a step depend on, besides what a plan fixes.
-
-    Attributes
-    ----------
-    bucket
-        Of rows per group: see :func:`kernels.rows_bucket`.
-    probs, scale
-        Types of probs and of the scale of FC2's bias; None without.
-    needs
-        NEED_* bits.
-    main_grads
-        For FC1 and FC2: type of the main_grad that wgrad writes to, and whether it accumulates; None for a new tensor.
-    """
-
-    bucket: int
-    probs: torch.dtype | None
-    scale: torch.dtype | None
-    needs: int
-    main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class StepKernels:
-    """The kernels of a step, ready to launch.
-
-    Attributes
-    ----------
-    launches
-        By role, each with the number of CTAs.
-    columns
-        Columns of z that one partial sum of dprobs covers.
-    main_grads
-        As :class:`Variant` has them.
-    status
-        The device's status word.
-    """
-
-    launches: dict[str, tuple[Launch, int]]
-    columns: int
-    main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None]
-    status: torch.Tensor
-
-
-#: Shape and type of a gradient that backward returns.
-Like = tuple[torch.Size, torch.dtype] | None
-
-
-class Saved(NamedTuple):
-    """What forward hands to backward besides tensors.
-
-    Attributes
-    ----------
-    step
-        The kernels; None where there were no tokens.
-    needs, tokens, shape
-        NEED_* bits, T, and the input's shape.
-    grad_input
-        The caller's buffer for dx.
-    probs, scale
-        Shapes and types of dprobs and dscale.
-    """
-
-    step: StepKernels | None
-    needs: int
-    tokens: int
-    shape: torch.Size
-    grad_input: torch.Tensor | None
-    probs: Like
-    scale: Like
 
 
 class FusedGroupedMLP(FusedOperation):
@@ -201,8 +141,8 @@ class FusedGroupedMLP(FusedOperation):
     def _variant(self, tokens: int, probs: torch.Tensor | None, scale: torch.Tensor | None, needs: int) -> Variant:
         return Variant(
             kernels.rows_bucket(tokens, self._groups),
-            None if probs is None else _row_dtype(probs),
-            None if scale is None else _row_dtype(scale),
+            None if probs is None else row_dtype(probs),
+            None if scale is None else row_dtype(scale),
             needs,
             (_main_grad(self._fc1), _main_grad(self._fc2)),
         )
@@ -298,7 +238,7 @@ class FusedGroupedMLP(FusedOperation):
         if needs:
             ctx.saved = saved
             ctx.save_for_backward(*tensors)
-        return y, _NO_OUTPUTS
+        return y, NO_OUTPUTS
 
     def direct_forward(
         self, boundary: int, x_requires_grad: bool, x: torch.Tensor, tensors: Tensors
@@ -335,7 +275,7 @@ class FusedGroupedMLP(FusedOperation):
         tokens = x.shape[0]
         y = checks.buffer_or_empty(NAME, "output", output, shape, x)
         if not tokens:
-            return y, Saved(None, needs, 0, shape, grad_input, _like(probs), _like(scale)), ()
+            return y, Saved(None, needs, 0, shape, grad_input, like_of(probs), like_of(scale)), ()
         step = self._kernels(tokens, probs, scale, needs)
         w1, b1 = self._parameters_of(self._fc1)
         w2, b2 = self._parameters_of(self._fc2)
@@ -343,7 +283,7 @@ class FusedGroupedMLP(FusedOperation):
             tensors = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
         if not needs:
             return y, None, ()
-        return y, Saved(step, needs, tokens, shape, grad_input, _like(probs), _like(scale)), tensors
+        return y, Saved(step, needs, tokens, shape, grad_input, like_of(probs), like_of(scale)), tensors
 
     def _launch_forward(
         self,
@@ -362,15 +302,15 @@ class FusedGroupedMLP(FusedOperation):
     ) -> Tensors:
         """Launch both kernels; returns what backward reads."""
         x = kernels.launchable(x)
-        p, s = _rows(probs), _rows(scale)
+        p, s = rows_of(probs), rows_of(scale)
         s1 = kernels.int32_sizes(sizes1)
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         a = x.new_empty(x.shape[0], self._ffn)
         z = x.new_empty(x.shape[0], self._fc1.out_features) if needs & NEED_Z else None
         launch, ctas = step.launches["fprop_act"]
-        launch(*_given(x, w1, b1, p, s1, z, a), step.status, *self._activation.params, ctas)
+        launch(*given(x, w1, b1, p, s1, z, a), step.status, *self._activation.params, ctas)
         launch, ctas = step.launches["fprop"]
-        launch(*_given(a, w2, b2, s, s2), y if y.dim() == 2 else y.view(-1, self._hidden), step.status, ctas)
+        launch(*given(a, w2, b2, s, s2), y if y.dim() == 2 else y.view(-1, self._hidden), step.status, ctas)
         return (
             x if needs & NEED_W1 else None,
             w1 if needs & NEED_X else None,
@@ -511,7 +451,7 @@ class FusedGroupedMLP(FusedOperation):
             if needs & NEED_PROBS:
                 partial = dy.new_empty(-(-self._ffn // step.columns), tokens, dtype=torch.float32)
             launch, ctas = launches["dgrad_act"]
-            launch(*_given(dy, w2, z, p, s2, dz, a, partial), status, *self._activation.params, ctas)
+            launch(*given(dy, w2, z, p, s2, dz, a, partial), status, *self._activation.params, ctas)
         if needs & NEED_W2:
             dw2 = self._wgrad(saved, step, 2, dy, a, s2)
         del a
@@ -584,7 +524,7 @@ class FusedGroupedMLP(FusedOperation):
             launch(dy, scale, bias, sizes, db, partial)
             dscale = self._reduce(step.launches["reduce_scale"], partial, saved.scale)
         else:
-            launch(*_given(dy, scale, sizes, db))
+            launch(*given(dy, scale, sizes, db))
         return (db if saved.needs & NEED_B2 else None), dscale
 
     def _reduce(self, kernel: tuple[Launch, int], partial: Any, like: Like) -> torch.Tensor:
@@ -639,7 +579,7 @@ class FusedGroupedMLP(FusedOperation):
             return y, None, None
         step = self._kernels(len(x), probs, scale, needs)
         w1, w2 = kernels.launchable(w1), kernels.launchable(w2)
-        b1, b2 = _launchable(b1), _launchable(b2)
+        b1, b2 = launchable(b1), launchable(b2)
         with self._guard:
             saved = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
         return y, saved[4], saved[5]
@@ -675,41 +615,11 @@ class FusedGroupedMLP(FusedOperation):
         """
         tokens = len(x)
         step = self._kernels(tokens, probs, scale, needs) if tokens else None
-        saved = Saved(step, needs, tokens, x.shape, None, _like(probs), _like(scale))
+        saved = Saved(step, needs, tokens, x.shape, None, like_of(probs), like_of(scale))
         s1 = kernels.int32_sizes(sizes1)
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
-        return self._backward(saved, dy, (x, w1, w2, _launchable(b2), z, a, _rows(probs), _rows(scale), s1, s2))
-
-
-_NO_OUTPUTS: list[Tensors] = [(), (), ()]
-
-
-def _launchable(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else kernels.launchable(t)
-
-
-def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Leave out what a kernel's spec leaves out."""
-    return [t for t in tensors if t is not None]
-
-
-def _like(t: torch.Tensor | None) -> Like:
-    return None if t is None else (t.shape, t.dtype)
-
-
-def _rows(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Return probs or scales as kernels read them: (T,), contiguous, in a type that kernels have."""
-    if t is None:
-        return None
-    if t.dim() != 1 or t.dtype not in kernels.DTYPES:
-        t = t.reshape(-1).to(_row_dtype(t))
-    return t if t.is_contiguous() else t.contiguous()
-
-
-def _row_dtype(t: torch.Tensor) -> torch.dtype:
-    """Return the type in which kernels read probs or scales: their own, or float32 for one that kernels do not have."""
-    return t.dtype if t.dtype in kernels.DTYPES else torch.float32
+        return self._backward(saved, dy, (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2))
 
 
 def _main_grad(fc: GroupedLinear) -> tuple[torch.dtype, bool] | None:

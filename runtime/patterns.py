@@ -12,11 +12,12 @@ from .codegen.spec import NUMERICS
 from .config import settings
 from .errors import UnsupportedError
 from .fusion import Fusion, Match, Rejection, register_forward_backward_fusion, sweep
-from .grouped_mlp import LAYOUTS, NAME, FusedGroupedMLP
+from .grouped_mlp import NAME, FusedGroupedMLP
 from .op import FusibleOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
 from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
+from .step import LAYOUTS
 
 
 def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> Fusion:
