@@ -8,7 +8,7 @@ torch.  So forward, gradient, kernel and reference cannot drift apart.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: Functions that formulas may call.  Everything is elementwise in fp32.
 FUNCTIONS = frozenset({"sigmoid", "tanh", "exp", "minimum", "maximum", "where"})
@@ -31,6 +31,8 @@ class Activation:
         that ``forward`` defined.
     params
         Names and defaults of parameters.  They are run-time Float32 arguments of the kernel.
+    functions
+        Names from :data:`FUNCTIONS` that the formulas call, sorted.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Activation:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     params: tuple[tuple[str, float], ...] = ()
+    functions: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         inputs = {"gate"} | ({"up"} if self.glu else set()) | {name for name, _ in self.params}
@@ -46,17 +49,14 @@ class Activation:
         missing = ({"act", "dgate"} | ({"dup"} if self.glu else set())) - known
         if missing:
             raise ValueError(f"activation {self.name!r}: formulas do not define {sorted(missing)}")
-
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """Names from :data:`FUNCTIONS` that the formulas call, sorted."""
+        # Once, while the table is read: kernels are rendered in several threads at a time (see render.render)
         calls = {
             node.func.id
             for line in self.forward + self.backward
             for node in ast.walk(ast.parse(line))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
-        return tuple(sorted(calls))
+        object.__setattr__(self, "functions", tuple(sorted(calls)))
 
 
 def _check(name: str, lines: tuple[str, ...], known: set[str]) -> set[str]:

@@ -6,7 +6,6 @@ Jinja decides the code's shape; every decision is a property of a context (``con
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import re
@@ -75,7 +74,9 @@ def render(spec: KernelSpec) -> Rendered:
         raise RenderError(f"{spec.name}: " + "; ".join(problems))
     body = _render_body(spec, traced=False)
     try:
-        ast.parse(body)
+        # Not ast.parse: in early Python 3.11 two threads inside it make one raise SystemError
+        # (python/cpython#106905), and compile_many renders in as many threads as it has workers.
+        compile(body, f"<{spec.name}>", "exec", dont_inherit=True)
     except SyntaxError as error:
         raise RenderError(f"{spec.name}: the rendered source is not Python: {error}") from error
     sha256 = hashlib.sha256(body.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import gc
 import hashlib
 import itertools
 import json
@@ -9,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from importlib import resources
 from pathlib import Path
 
@@ -175,6 +178,41 @@ def test_kernels_import_nothing_but_the_dsl():
         modules = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         modules |= {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         assert modules <= {"cuda", "cutlass", "dataclasses"}
+
+
+@pytest.fixture
+def collections_that_yield():
+    """Collect garbage often, and let other threads run while it is collected, as finalizers in Python do."""
+
+    def give_way(phase, info):
+        time.sleep(0.0005)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(give_way)
+    gc.set_threshold(300)
+    yield
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(give_way)
+
+
+def test_threads_render_at_the_same_time(collections_that_yield):
+    """CI saw SystemError from ``ast.parse`` (python/cpython#106905); only Python 3.11.0 to 3.11.7 has it."""
+    specs = [spec for spec in default_catalog(Arch.SM90A) if spec.kernel.has_activation][:6]
+    failed = []
+
+    def work(mine):
+        for spec in mine:
+            try:
+                render.render(spec)
+            except BaseException as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(specs[i::2] * 2,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 def test_one_table_entry_adds_an_activation(monkeypatch):
