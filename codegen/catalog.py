@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from .activations import ACTIVATIONS
 from .quantize_contexts import check_quantization
@@ -66,8 +68,38 @@ def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
 @functools.cache
 def full_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     """Every kernel that the runtime may choose, for all settings: too many to build; each can be asked for by name."""
-    gemms = _collect(arch, tuple(NUMERICS), tuple(ACTIVATIONS), tuple(GluLayout), (*DType, None))
-    return gemms + _quantizing(arch, _every_quantization()) if gemms else ()
+    chosen = _collect(arch, tuple(NUMERICS), tuple(ACTIVATIONS), tuple(GluLayout), (*DType, None))
+    if not chosen:
+        return ()
+    specs = [variant for spec in chosen for variant in _variants(spec)]
+    for numerics, probs in itertools.product(NUMERICS, (*DType, None)):
+        sums = (True,) if probs is None else (True, False)
+        specs += [KernelSpec(arch, Pass.BIAS_GRAD, numerics, probs=probs, sum_probs=sum_probs) for sum_probs in sums]
+    return _ordered(specs) + _quantizing(arch, _every_quantization())
+
+
+def _variants(spec: KernelSpec) -> Iterator[KernelSpec]:
+    """What the runtime may make of a kernel of a plain step.
+
+    FC2's or a layer's bias may have scales of any type; weight gradients may go to another tensor of any type; what no
+    gradient needs is not written; operands of emulated recipes are bf16 numbers with or without factors of groups.
+    """
+    options: dict[str, tuple[Any, ...]] = {}
+    if spec.kernel is Pass.FPROP_ACT:
+        options["bias"] = (False, True)
+    elif spec.kernel is Pass.DGRAD_ACT:
+        options["store_act"] = (True, False)
+        options["sum_probs"] = (True,) if spec.probs is None else (True, False)
+    elif spec.kernel is Pass.WGRAD:
+        options["out"] = (None, *(dtype for dtype in DType if dtype is not spec.types.storage))
+        options["accumulate"] = (False, True)
+    if spec.kernel.is_gemm and spec.types.operand is DType.BF16:
+        options["alpha"] = (False, True)
+    for values in itertools.product(*options.values()):
+        variant = replace(spec, **dict(zip(options, values, strict=True)))
+        yield variant
+        if spec.kernel is Pass.FPROP:
+            yield from (replace(variant, bias=True, probs=scale) for scale in (None, *DType))
 
 
 def _quantizing(arch: Arch, quantizations: Iterable[Quantization]) -> tuple[KernelSpec, ...]:
@@ -105,7 +137,12 @@ def _every_quantization() -> Iterator[Quantization]:
 def find(arch: Arch | None, name: str) -> KernelSpec | None:
     """Return the spec with a variant name, of one architecture or any; None if the runtime chooses no such kernel."""
     archs = tuple(Arch) if arch is None else (arch,)
-    return next((spec for a in archs for spec in full_catalog(a) if spec.name == name), None)
+    return next((named[name] for a in archs if name in (named := _by_name(a))), None)
+
+
+@functools.cache
+def _by_name(arch: Arch) -> dict[str, KernelSpec]:
+    return {spec.name: spec for spec in full_catalog(arch)}
 
 
 def _collect(
@@ -133,8 +170,13 @@ def _collect(
                 tokens=tokens, groups=groups, hidden=hidden, ffn=ffn, backward=backward,
             )  # fmt: skip
             specs.update(dict.fromkeys(step.all))
+    return _ordered(specs)
+
+
+def _ordered(specs: Iterable[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Without duplicates, sorted by pass and name."""
     order = list(Pass)
-    return tuple(sorted(specs, key=lambda s: (order.index(s.kernel), s.name)))
+    return tuple(sorted(dict.fromkeys(specs), key=lambda s: (order.index(s.kernel), s.name)))
 
 
 def use(spec: KernelSpec) -> str:

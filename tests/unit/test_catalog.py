@@ -1,14 +1,21 @@
 """The catalog holds what the runtime chooses, and nothing that cannot be built."""
 
+import itertools
+
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cute_grouped_mlp as cgm
+from cute_grouped_mlp import kernels
 from cute_grouped_mlp.codegen import tiles
 from cute_grouped_mlp.codegen.activations import ACTIVATIONS
 from cute_grouped_mlp.codegen.catalog import DEFAULT_PROBS, default_catalog, find, full_catalog, use
 from cute_grouped_mlp.codegen.render import render
 from cute_grouped_mlp.codegen.select import linear_specs, step_specs
 from cute_grouped_mlp.codegen.spec import NUMERICS, Arch, DType, GluLayout, Pass
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 SHAPE = {"tokens": 4096, "groups": 8, "hidden": 2048, "ffn": 768}
 features = st.one_of(st.integers(1, 512), st.integers(1, 4096), st.sampled_from([256, 360, 896, 2304])).map(
@@ -43,6 +50,51 @@ def test_every_choice_can_be_found_by_name(tokens, groups, hidden, ffn, numerics
     shape = {"tokens": tokens, "groups": groups, "hidden": hidden, "ffn": ffn}
     for spec in step(probs, activation=activation, numerics=numerics, **shape).all:
         assert find(Arch.SM90A, spec.name) == spec
+
+
+MODULES = [
+    {},
+    {"bias": True, "glu_interleave_size": 32},
+    {"bias": True, "scale_bias": True},
+    {"accumulate_into_main_grad": True},
+    {"activation": "srelu", "bias": True},
+]
+
+
+def planned(module, recipe=None, *, probs=torch.float32, grads=("x", "probs")):
+    """Kernels of a call, forward and backward."""
+    dtype = module.fc1.weight.dtype
+    meta = {"device": "meta"}
+    x = torch.empty(64, module.fc1.in_features, dtype=dtype, requires_grad="x" in grads, **meta)
+    p = None if probs is None else torch.empty(64, dtype=probs, requires_grad="probs" in grads, **meta)
+    report = cgm.explain(module, x, torch.empty(2, dtype=torch.int32, **meta), p, recipe=recipe)
+    found = [kernel.step.spec for pipeline in report.pipelines for kernel in pipeline.kernels]
+    return [spec for spec in found if spec is not None]
+
+
+@pytest.mark.parametrize("options", MODULES, ids=lambda options: "_".join(map(str, options)) or "plain")
+@pytest.mark.parametrize("recipe", [None, "MXFP8BlockScaling", "NVFP4BlockScaling"])
+def test_every_kernel_that_explain_names_can_be_found_by_name(options, recipe):
+    """MissingArtifactError and the README name ``build --variant NAME`` for any of them."""
+    missing = set()
+    with kernels.using(ReferenceKernels()):
+        for dtype, grads, frozen, fused, probs in itertools.product(
+            (torch.bfloat16,) if recipe else (torch.bfloat16, torch.float16),
+            (("x", "probs"), ("x",), ()),
+            ((), ("fc1.weight",), ("fc2.weight", "fc1.weight")),
+            (True, False),
+            (torch.float32, torch.float16, None),
+        ):
+            module = cgm.GroupedMLP(2, 64, 128, dtype=dtype, device="meta", **options)
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+                if options.get("accumulate_into_main_grad") and "weight" in name:
+                    parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)
+            made = getattr(cgm, recipe or "HighPrecision")(enable_cutedsl_fused_grouped_mlp=fused)
+            specs = planned(module, made, probs=probs, grads=grads)
+            assert specs
+            missing |= {spec.name for spec in specs if find(Arch.SM90A, spec.name) != spec}
+    assert missing == set()
 
 
 def test_default_catalog_is_small_sorted_valid_and_named_uniquely():
