@@ -75,7 +75,7 @@ def full_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     for numerics, probs in itertools.product(NUMERICS, (*DType, None)):
         sums = (True,) if probs is None else (True, False)
         specs += [KernelSpec(arch, Pass.BIAS_GRAD, numerics, probs=probs, sum_probs=sum_probs) for sum_probs in sums]
-    return _ordered(specs) + _quantizing(arch, _every_quantization())
+    return in_order(specs) + _quantizing(arch, _every_quantization())
 
 
 def _variants(spec: KernelSpec) -> Iterator[KernelSpec]:
@@ -153,10 +153,8 @@ def _collect(
     probs: tuple[DType | None, ...],
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that the selection returns for combinations of settings."""
-    if arch is not Arch.SM90A:
-        return ()
     specs: dict[KernelSpec, None] = {}
-    for tokens, groups, hidden, ffn in _shapes(arch):
+    for tokens, groups, hidden, ffn in shapes(arch):
         for name in numerics:
             linear = linear_specs(arch, name, tokens=tokens, groups=groups, in_features=hidden, out_features=ffn)
             specs.update(dict.fromkeys((linear.fprop, linear.dgrad, linear.wgrad)))
@@ -170,11 +168,11 @@ def _collect(
                 tokens=tokens, groups=groups, hidden=hidden, ffn=ffn, backward=backward,
             )  # fmt: skip
             specs.update(dict.fromkeys(step.all))
-    return _ordered(specs)
+    return in_order(specs)
 
 
-def _ordered(specs: Iterable[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Without duplicates, sorted by pass and name."""
+def in_order(specs: Iterable[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Return specs without duplicates, sorted by pass and name."""
     order = list(Pass)
     return tuple(sorted(dict.fromkeys(specs), key=lambda s: (order.index(s.kernel), s.name)))
 
@@ -186,6 +184,10 @@ def use(spec: KernelSpec) -> str:
         parts.append("training" if spec.store_z else "inference")
     if spec.probs is not None and spec.kernel.has_activation:
         parts.append(f"{spec.probs.value} probs")
+    if spec.alpha:
+        parts.append("group factors")
+    if not spec.store_act:
+        parts.append("without a")
     if spec.kernel is Pass.QUANTIZE and spec.quantization is not None:
         q = spec.quantization
         directions = [name for name, on in (("rowwise", q.rowwise), ("columnwise", q.columnwise)) if on]
@@ -194,14 +196,23 @@ def use(spec: KernelSpec) -> str:
 
 
 @functools.cache
-def _shapes(arch: Arch) -> tuple[tuple[int, int, int, int], ...]:
+def shapes(arch: Arch, divisor: int = 8) -> tuple[tuple[int, int, int, int], ...]:
     """Representatives (T, G, H, F) of every combination of tiles that the selection can return.
 
     Shapes are swept densely where a tile's tail matters and by powers of two beyond; of those that get the same kernels
     one is kept.
+
+    Parameters
+    ----------
+    arch
+        Target; no shapes for one that has no kernels.
+    divisor
+        What H and F are multiples of: a multiple of 8, and a power of two.
     """
-    dense = range(8, 2049, 8)
-    sparse = [1 << power for power in range(3, 16)]
+    if arch is not Arch.SM90A:
+        return ()
+    dense = range(divisor, 2049, divisor)
+    sparse = [1 << power for power in range(3, 16) if not (1 << power) % divisor]
     rows = [(1, 1)] + [((1 << power) * groups, groups) for power in range(2, 16, 2) for groups in (1, 64)]
     found: dict[tuple[StepSpecs, LinearSpecs], tuple[int, int, int, int]] = {}
     for one, other in itertools.product(dense, sparse):

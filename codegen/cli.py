@@ -40,14 +40,46 @@ app = typer.Typer(
 cache = typer.Typer(help="The on-disk store of kernels that were compiled at first use.", no_args_is_help=True)
 app.add_typer(cache, name="cache")
 
-#: Recipes and the numerics of their kernels; a numerics' own name selects it alone.
-RECIPES = {"HighPrecision": ("bf16", "fp16"), **{name: (name,) for name in NUMERICS}}
+#: Classes of recipes, and their short names.
+_RECIPES = {
+    "HighPrecision": "high_precision",
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "float8_current",
+    "Float8BlockScaling": "float8_block",
+    "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4",
+}
+#: Class of a recipe and numerics of the model, by what ``--recipe`` takes, in small letters.
+RECIPES = {
+    **{name.lower(): (name, "bf16") for name in _RECIPES},
+    **{short: (name, "bf16") for name, short in _RECIPES.items()},
+    **{numerics: ("HighPrecision", numerics) for numerics in NUMERICS},
+}
+_RECIPE_NAMES = ", ".join(
+    [*(f"{name} or {short}" for name, short in _RECIPES.items()), *(f"{n} (HighPrecision in {n})" for n in NUMERICS)]
+)
 
-RecipeName = Enum("RecipeName", {name: name for name in RECIPES}, type=str)  # type: ignore[misc]
+
+def _recipe(text: str | None) -> str | None:
+    """Return the key of RECIPES that a user means."""
+    if text is None or text.lower() in RECIPES:
+        return None if text is None else text.lower()
+    raise typer.BadParameter(f"{text!r} is no recipe; allowed, in any case: {_RECIPE_NAMES}")
+
+
 ActivationName = Enum("ActivationName", {name: name for name in ACTIVATIONS}, type=str)  # type: ignore[misc]
 
 ArchOption = Annotated[Arch, typer.Option("--arch", help="Target architecture.")]
-RecipeOption = Annotated[RecipeName | None, typer.Option("--recipe", help="Only kernels of this recipe or type.")]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="RECIPE",
+        callback=_recipe,
+        help="The kernels of a step of the fused MLP under a recipe with its defaults, in training and forward alone, "
+        f"in place of the default catalog: {_RECIPE_NAMES}.",
+    ),
+]
 PassOption = Annotated[Pass | None, typer.Option("--pass", help="Only kernels of this pass.")]
 ActivationOption = Annotated[ActivationName | None, typer.Option("--activation", help="Only kernels with it.")]
 
@@ -69,7 +101,7 @@ def list_(
     activation: ActivationOption = None,
     aot: Annotated[Path | None, typer.Option(help="Also look into this folder made by `build`.")] = None,
 ) -> None:
-    """List the default catalog: what each kernel is for, and whether it is built."""
+    """List the default catalog, or a recipe's: what each kernel is for, and whether it is built."""
     specs = _select(arch, recipe, pass_, activation)
     store = ArtifactStore()
     folder = None if aot is None else AotFolder(aot)
@@ -280,22 +312,28 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 200, soft_wrap=stderr)
 
 
-def _select(
-    arch: Arch, recipe: RecipeName | None, pass_: Pass | None, activation: ActivationName | None
-) -> list[KernelSpec]:
-    """Filter the default catalog."""
+def _select(arch: Arch, recipe: str | None, pass_: Pass | None, activation: ActivationName | None) -> list[KernelSpec]:
+    """Filter the default catalog, or a recipe's."""
     specs = [
         spec
-        for spec in default_catalog(arch)
-        if (recipe is None or spec.numerics in RECIPES[recipe.value])
-        and (pass_ is None or spec.kernel is pass_)
-        and (activation is None or spec.activation == activation.value)
+        for spec in (default_catalog(arch) if recipe is None else _of_recipe(arch, recipe))
+        if (pass_ is None or spec.kernel is pass_) and (activation is None or spec.activation == activation.value)
     ]
     if not specs:
         raise GroupedMLPError(
             f"the catalog has no such kernel; all of them: cute-grouped-mlp list --arch {Arch.SM90A.value}"
         )
     return specs
+
+
+def _of_recipe(arch: Arch, recipe: str) -> list[KernelSpec]:
+    """Kernels of a recipe.  In a process of its own: recipes are the runtime's, which this package does not import."""
+    command = [sys.executable, "-m", "cute_grouped_mlp.recipe_catalog", *RECIPES[recipe], arch.value]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode:
+        last = (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1]
+        raise GroupedMLPError(f"the kernels of {recipe} cannot be listed: {last}")
+    return [KernelSpec.from_dict(data) for data in json.loads(answer.stdout)]
 
 
 def _find(name: str, arch: Arch | None = None) -> KernelSpec:

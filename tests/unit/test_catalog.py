@@ -137,6 +137,9 @@ def test_equal_choices_are_one_object():
 def test_use_tells_variants_of_a_pass_apart():
     kinds = {use(step(probs, backward=b).fprop_act) for probs in DEFAULT_PROBS for b in (True, False)}
     assert len(kinds) == 6
+    gemms = [spec for spec in full_catalog(Arch.SM90A) if spec.kernel is Pass.DGRAD_ACT and spec.tile.tile_n == 128]
+    alike = [s for s in gemms if (s.numerics, s.activation, s.probs, s.sum_probs) == ("bf16", "silu", None, True)]
+    assert len({use(spec) for spec in alike}) == len(alike) == 4
 
 
 def test_find():

@@ -7,11 +7,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import cute_grouped_mlp as cgm
 from cute_grouped_mlp.codegen import aot, cli, compile, generated
 from cute_grouped_mlp.codegen.artifacts import ArtifactStore
 from cute_grouped_mlp.codegen.catalog import default_catalog
 from cute_grouped_mlp.codegen.render import render
 from cute_grouped_mlp.codegen.spec import Arch, Pass
+from cute_grouped_mlp.recipe import __name__ as recipes
+from cute_grouped_mlp.recipe_catalog import recipe_catalog
 
 CATALOG = default_catalog(Arch.SM90A)
 REDUCE = [spec for spec in CATALOG if spec.kernel is Pass.REDUCE]
@@ -54,8 +57,36 @@ def test_list(run):
     assert [name for name in (spec.name for spec in CATALOG) if name in out] == [
         spec.name for spec in CATALOG if spec.kernel is Pass.WGRAD
     ]
-    _, out, _ = run("list", "--activation", "swiglu", "--recipe", "HighPrecision")
+    _, out, _ = run("list", "--activation", "swiglu")
     assert f"{sum(spec.activation == 'swiglu' for spec in CATALOG)} kernels" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "numerics"),
+    [("NVFP4BlockScaling", cgm.NVFP4BlockScaling, "bf16"), ("MXFP8", cgm.MXFP8BlockScaling, "bf16"),
+     ("fp16", cgm.HighPrecision, "fp16")],
+)  # fmt: skip
+def test_list_of_a_recipe(run, name, recipe, numerics):
+    catalog = recipe_catalog(recipe(), numerics)
+    code, out, error = run("list", "--recipe", name)
+    assert (code, error) == (0, "")
+    assert f"{len(catalog)} kernels for sm_90a" in out
+    listed = [word for word in out.split() if word.startswith("sm90a_")]
+    assert listed == [spec.name for spec in catalog]
+
+
+def test_recipe_takes_every_class_and_its_kind():
+    classes = {cls for cls in cgm.Recipe.__subclasses__() if cls is not cgm.CustomRecipe and cls.__module__ == recipes}
+    assert {name for name, _ in cli.RECIPES.values()} == {cls.__name__ for cls in classes}
+    for cls in classes:
+        assert cli.RECIPES[cls.__name__.lower()] == cli.RECIPES[cls.kind] == (cls.__name__, "bf16")
+    assert cli.RECIPES["fp16"] == ("HighPrecision", "fp16")
+
+
+def test_a_recipe_that_cannot_be_asked_is_an_error(run, monkeypatch):
+    dead = subprocess.CompletedProcess([], 1, "", "Traceback ...\nImportError: libtorch.so: no such file\n")
+    monkeypatch.setattr(cli.subprocess, "run", lambda *args, **kwargs: dead)
+    fails(run("list", "--recipe", "mxfp8"), "the kernels of mxfp8 cannot be listed: ImportError: libtorch.so")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +102,7 @@ def test_an_empty_choice_is_an_error(run, arguments):
     [
         (("list", "--pass", "fwd"), "fprop_act"),
         (("list", "--arch", "sm_90"), "sm_90a"),
+        (("list", "--recipe", "mxfp4"), "is no recipe"),
         (("build",), "--out"),
         (("build", "--out", "x", "-j", "0"), "--jobs"),
         (("bogus",), "bogus"),
