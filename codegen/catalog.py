@@ -10,7 +10,7 @@ from typing import Any
 
 from .activations import ACTIVATIONS
 from .quantize_contexts import check_quantization
-from .select import LinearSpecs, StepSpecs, amax_spec, linear_specs, quantize_spec, step_specs
+from .select import Alphas, LinearSpecs, StepSpecs, amax_spec, linear_specs, on_quantized, quantize_spec, step_specs
 from .spec import NUMERICS, Arch, DType, Element, GluLayout, KernelSpec, Pass, Quantization, Scaling
 
 #: What the default catalog holds beyond the shapes: every combination of these.
@@ -18,6 +18,8 @@ DEFAULT_NUMERICS = ("bf16",)
 DEFAULT_ACTIVATIONS = ("swiglu",)
 DEFAULT_LAYOUTS = (GluLayout.CONTIGUOUS,)
 DEFAULT_PROBS = (DType.FP32, DType.BF16, None)
+#: Operands of GEMMs: not quantised; those of MXFP8, without factors of groups; those of NVFP4, with them.
+DEFAULT_OPERANDS: tuple[Alphas | None, ...] = (None, (False, False, False), (True, True, True))
 
 #: Directions of operands: both where a weight gradient will be needed.
 _DIRECTIONS: tuple[dict[str, bool], ...] = ({"columnwise": False}, {"rowwise": False}, {})
@@ -49,7 +51,8 @@ _USES = {
 def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     """Every kernel that the runtime may choose for the common settings, whatever the shapes.
 
-    Not written down but derived: the functions that the runtime asks are asked for a sweep of shapes.
+    The settings are no recipe, MXFP8 and NVFP4 as their recipes are by default.  Not written down but derived: the
+    functions that the runtime asks are asked for a sweep of shapes.
 
     Parameters
     ----------
@@ -61,8 +64,12 @@ def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     tuple of KernelSpec
         Without duplicates, sorted by pass and name.
     """
-    gemms = _collect(arch, DEFAULT_NUMERICS, DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS, DEFAULT_PROBS)
-    return gemms + _quantizing(arch, DEFAULT_QUANTIZATIONS) if gemms else ()
+    plain = _collect(arch, DEFAULT_NUMERICS, DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS, DEFAULT_PROBS)
+    gemms = [
+        spec if alphas is None else on_quantized(spec, alphas)
+        for spec, alphas in itertools.product(plain, DEFAULT_OPERANDS)
+    ]
+    return in_order(gemms) + _quantizing(arch, DEFAULT_QUANTIZATIONS) if gemms else ()
 
 
 @functools.cache

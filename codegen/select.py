@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .activations import ACTIVATIONS
 from .spec import Arch, DType, GluLayout, KernelSpec, Pass, Quantization, TileConfig
 from .tiles import default_tile
+
+#: Whether the products of fprop, dgrad and wgrad are multiplied by factors of groups.
+Alphas = tuple[bool, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,29 @@ def linear_specs(
         dgrad=gemm(Pass.DGRAD, in_features, out_features),
         wgrad=gemm(Pass.WGRAD, in_features, tokens),
     )
+
+
+@functools.cache
+def on_quantized(spec: KernelSpec, alphas: Alphas) -> KernelSpec:
+    """Return the variant of a kernel of a fused step that reads quantised operands as bf16 numbers.
+
+    Forward keeps a as wgrad reads it, so ``dgrad_act`` does not store it once more.
+
+    Parameters
+    ----------
+    spec
+        The kernel of an unquantised step; one that is no GEMM is returned as it is.
+    alphas
+        Which products have factors.
+    """
+    if not spec.kernel.is_gemm:
+        return spec
+    fprop, dgrad, wgrad = alphas
+    if spec.kernel is Pass.WGRAD:
+        return replace(spec, alpha=wgrad)
+    if spec.kernel is Pass.DGRAD_ACT:
+        return replace(spec, alpha=dgrad, store_act=False)
+    return replace(spec, alpha=dgrad if spec.kernel is Pass.DGRAD else fprop)
 
 
 def quantize_spec(arch: Arch, quantization: Quantization) -> KernelSpec:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import checks, kernels
+from .codegen.select import on_quantized
 from .codegen.spec import KernelSpec
 from .errors import UnsupportedError
 from .grouped_mlp import NAME, FusedGroupedMLP
@@ -101,17 +102,10 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         variant
             What they depend on.
         """
-        specs = super().step_specs(variant)
-        forward, dgrad, _ = self._alphas
-        for role, alpha in (("fprop_act", forward), ("fprop", forward), ("dgrad_act", dgrad), ("dgrad", dgrad)):
-            if role in specs:
-                specs[role] = replace(specs[role], alpha=alpha)
-        if "dgrad_act" in specs:
-            specs["dgrad_act"] = replace(specs["dgrad_act"], store_act=False)
-        return specs
+        return {role: on_quantized(spec, self._alphas) for role, spec in super().step_specs(variant).items()}
 
     def _wgrad_spec(self, spec: KernelSpec, main_grad: tuple[torch.dtype, bool] | None) -> KernelSpec:
-        return replace(super()._wgrad_spec(spec, main_grad), alpha=self._alphas[2])
+        return on_quantized(super()._wgrad_spec(spec, main_grad), self._alphas)
 
     def planned_kernels(
         self, basic_op_ctxs: Sequence[OperationContext], tokens: int, basic_op_extra_inputs: Sequence[Tensors]

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from cute_grouped_mlp.codegen.catalog import default_catalog
 from cute_grouped_mlp.codegen.cli import app
+from cute_grouped_mlp.codegen.spec import Arch
 from cute_grouped_mlp.config import PREFIX, SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,10 @@ def test_every_setting_is_in_the_table(readme):
     documented = re.findall(rf"^\| `{PREFIX}(\w+)` \| `(\w+)` \|", readme, re.MULTILINE)
     assert sorted(name for _, name in documented) == sorted(SETTINGS)
     assert all(variable == name.upper() for variable, name in documented)
+
+
+def test_the_catalog_has_the_size_that_the_readme_says(readme):
+    assert f"The catalog's {len(default_catalog(Arch.SM90A))} kernels" in readme
 
 
 def test_commands_of_the_readme_exist(readme):

@@ -7,7 +7,7 @@ import torch
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
-from cute_grouped_mlp.codegen.catalog import shapes
+from cute_grouped_mlp.codegen.catalog import default_catalog, shapes
 from cute_grouped_mlp.codegen.spec import Arch
 from cute_grouped_mlp.quantizers import launch
 from cute_grouped_mlp.recipe_catalog import recipe_catalog
@@ -67,3 +67,11 @@ def test_real_steps_ask_for_the_recipes_catalog_and_nothing_else(asked, cls):
     for shape, probs, training in itertools.product(shapes(Arch.SM90A, divisor), PROBS, (True, False)):
         step(recipe, *shape, probs, training)
     assert asked == catalog
+
+
+def test_the_default_catalog_holds_those_of_bf16_mxfp8_and_nvfp4():
+    catalog = set(default_catalog(Arch.SM90A))
+    recipes = (cgm.HighPrecision(), cgm.MXFP8BlockScaling(), cgm.NVFP4BlockScaling())
+    gemms = {spec for recipe in recipes for spec in recipe_catalog(recipe) if not spec.kernel.quantizes}
+    assert gemms == {spec for spec in catalog if not spec.kernel.quantizes}
+    assert all(set(recipe_catalog(recipe)) <= catalog for recipe in recipes)
