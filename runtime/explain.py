@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from . import kernels
+from . import checks, kernels
 from .autocast import current_recipe
+from .channels import Routing
 from .config import settings
-from .errors import ShapeError, UnsupportedError
+from .errors import UnsupportedError
 from .fuser import OperationFuser
 from .fusion import Rejection
 from .mlp import GroupedMLP
 from .op import BasicOperation, PlannedKernel
+from .ops.activation import ScaledActivation
+from .ops.grouped_linear import GroupedLinear
 from .pipeline import Plan
 from .recipe import FLAG, fusion_flag, recipe_key
 from .recipe_state import Quantizers
@@ -105,6 +108,8 @@ class Explanation:
         What the fusion flag means.
     pipelines
         One for each run of operations in the module.
+    problems
+        What is wrong with the arguments, and what the call would do about it.
     """
 
     module: str
@@ -113,6 +118,7 @@ class Explanation:
     numerics: str
     policy: str
     pipelines: tuple[ExplainedPipeline, ...]
+    problems: tuple[str, ...] = ()
 
     @property
     def fused(self) -> bool:
@@ -130,12 +136,15 @@ class Explanation:
             f"recipe     {self.recipe}",
             f"numerics   {self.numerics}",
             f"fusion     {self.policy}",
+            *(f"problem    {problem}" for problem in self.problems),
         ]
         return "\n".join(head + [line for pipeline in self.pipelines for line in pipeline.lines()])
 
 
 def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> Explanation:
     """Say what a call would run and why; nothing is computed and no kernel is built.
+
+    Arguments that the call would refuse are named in the report, beside the plan for those that it would take.
 
     Parameters
     ----------
@@ -154,19 +163,21 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     Raises
     ------
     ShapeError
-        If the number of extra inputs is wrong, or a kernel met invalid split sizes since the last check: the device's
-        status word is read (synchronises).
+        If a kernel met invalid split sizes in an earlier call since the last check: the device's status word is read
+        (synchronises), and so are the split sizes.
     TypeError
-        If the module is none of the above.
+        If the module is none of the above, or the input is no tensor.
     """
     recipe = current_recipe() if recipe is _CURRENT else recipe
     for option in ("op_kwargs", "is_first_microbatch"):
         kwargs.pop(option, None)
     x, extra, groups = _arguments(module, args, kwargs)
-    expected = sum(fuser.num_extra_inputs for fuser in groups)
-    if len(extra) != expected:
-        raise ShapeError(f"got {len(extra)} extra inputs, expected {expected}")
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"the input is {type(x).__name__}; allowed: a tensor")
     kernels.provider().check_status(x.device)
+    problems = _problems(groups, x, extra)
+    expected = sum(fuser.num_extra_inputs for fuser in groups)
+    extra = [t if isinstance(t, torch.Tensor) else None for t in (*extra, *[None] * expected)][:expected]
     pipelines = []
     x_requires_grad = torch.is_grad_enabled() and x.requires_grad
     at = 0
@@ -183,6 +194,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         _numerics(recipe, x, groups),
         _policy(recipe),
         tuple(pipelines),
+        problems,
     )
 
 
@@ -201,6 +213,60 @@ def _arguments(
     if isinstance(module, OperationFuser):
         return x, args[1:], (module,)
     raise TypeError(f"explain takes a Sequential, a GroupedMLP, an operation or a fuser; got {type(module).__name__}")
+
+
+def _problems(fusers: Sequence[OperationFuser], x: torch.Tensor, extra: Sequence[Any]) -> tuple[str, ...]:
+    """Say what is wrong with the arguments of a call, of every operation whose input's shape is known."""
+    expected = sum(fuser.num_extra_inputs for fuser in fusers)
+    if len(extra) != expected:
+        return (f"the call would raise ShapeError: got {len(extra)} extra inputs, expected {expected}",)
+    found: list[str] = []
+    at = 0
+    for number, fuser in enumerate(fusers):
+        routing = Routing(fuser.basic_ops)
+        slots = routing.distribute(extra[at : at + fuser.num_extra_inputs])
+        at += fuser.num_extra_inputs
+        if number or routing.sources:  # behind a module that is no operation, or with inputs from other operations
+            continue
+        current: torch.Tensor | None = x
+        for index, (op, of_op) in enumerate(zip(fuser.basic_ops, slots, strict=True)):
+            if current is None:
+                break
+            problems, warnings, current = _of_operation(op, current, of_op)
+            found += [f"the call would raise ShapeError: {type(op).__name__}({index}): {p}" for p in problems]
+            found += warnings
+    return tuple(dict.fromkeys(found))
+
+
+def _of_operation(
+    op: BasicOperation, x: torch.Tensor, extra: Sequence[Any]
+) -> tuple[list[str], list[str], torch.Tensor | None]:
+    """Say what an operation would raise, what kernels would only report, and what the next one gets; None: unknown."""
+    if isinstance(op, ScaledActivation):
+        features = x.shape[-1] // 2 if op.glu and x.dim() else x.shape[-1:].numel()
+        return op.probs_problems(extra[0], x), [], _like(x, features, x.dtype, x.device)
+    if not isinstance(op, GroupedLinear):
+        return [], [], None
+    device = op.fuser_parameters()[0].device
+    autocast = kernels.autocast_dtype(device)
+    dtype = autocast or op.weights()[0].dtype
+    given = x if autocast is None else torch.empty((), dtype=dtype, device=x.device).expand(x.shape)
+    problems, warnings = op.input_problems(given, extra, dtype), []
+    sizes, rows = extra[0], x.shape[:-1].numel()
+    if not checks.splits_problems(sizes, op.num_groups, device) and not sizes.is_meta:
+        values = sizes.tolist()
+        if min(values, default=0) < 0 or sum(values) > rows:
+            warnings.append(
+                f"split_sizes: the least is {min(values)}, their sum {sum(values)} of {rows} rows; offsets would be "
+                "cut at 0 and at the number of rows, and the call would raise ShapeError only under "
+                "settings.debug_checks"
+            )
+    return problems, warnings, _like(x, op.out_features, dtype, device)
+
+
+def _like(x: torch.Tensor, features: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Stand for a tensor of as many rows, without memory of its own."""
+    return torch.empty((), dtype=dtype, device=device).expand(*x.shape[:-1], features)
 
 
 def _explained(step: PlannedKernel) -> ExplainedKernel:

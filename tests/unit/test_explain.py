@@ -28,12 +28,79 @@ def roles(explanation):
     return [(k.step.role, k.step.backward) for p in explanation.pipelines for k in p.kernels]
 
 
-def test_a_wrong_number_of_extra_inputs_is_an_error_as_in_the_call():
+def test_a_wrong_number_of_extra_inputs_is_named_as_in_the_call():
     x, sizes, _ = args()
     module = cgm.GroupedLinear(G, H, F, dtype=torch.bfloat16)
     for extra in ((), (sizes, sizes)):
-        with pytest.raises(cgm.ShapeError, match=f"got {len(extra)} extra inputs, expected 1"):
-            cgm.explain(module, x, *extra)
+        explanation = cgm.explain(module, x, *extra)
+        text = f"got {len(extra)} extra inputs, expected 1"
+        assert explanation.problems == (f"the call would raise ShapeError: {text}",)
+        assert "plan       GroupedLinear(0)" in str(explanation)
+        with pytest.raises(cgm.ShapeError, match=text):
+            module(x, *extra)
+
+
+def wrong_arguments():
+    x, sizes, probs = args(grad=False)
+    ones = torch.ones(G + 1, dtype=torch.int64)
+    yield (x, ones, probs), "split_sizes has shape (3,), allowed: (2,)"
+    yield (x, sizes.float(), probs), "split_sizes is torch.float32, allowed: torch.int32, torch.int64"
+    yield (x, None, probs), "split_sizes is NoneType, allowed: an int32 or int64 tensor of shape (2,)"
+    yield (x[:, :8], sizes, probs), "input has shape (12, 8), allowed: (tokens, 16) or more leading dimensions"
+    yield (x.float(), sizes, probs), "input is torch.float32, the weight is torch.bfloat16"
+    yield (x, sizes, torch.ones(T - 1)), "probs has shape (11,), allowed: (12,)"
+    yield (x, sizes, torch.ones(T, dtype=torch.int64)), "probs is torch.int64, allowed: a floating-point type"
+
+
+@pytest.mark.parametrize(("arguments", "problem"), list(wrong_arguments()), ids=[p for _, p in wrong_arguments()])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("recipe", [None, cgm.Float8BlockScaling()], ids=["bf16", "block"])
+def test_arguments_that_the_call_refuses_are_named_beside_the_plan(ref, arguments, problem, fused, recipe):
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    with cgm.settings.override(fuse=fused), cgm.autocast(recipe=recipe):
+        explanation = cgm.explain(module, *arguments)
+        assert any(found.endswith(problem) for found in explanation.problems)
+        assert f"problem    the call would raise ShapeError: {explanation.problems[0].split(': ', 1)[1]}" in str(
+            explanation
+        )
+        assert explanation.fused == fused
+        assert len(explanation.pipelines[0].kernels) >= 2
+        with pytest.raises(cgm.ShapeError) as error:
+            module(*arguments)
+        assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_arguments_that_are_no_tensors_are_named_beside_the_plan(ref, fused):
+    x, sizes, probs = args()
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    with cgm.settings.override(fuse=fused):
+        explanation = cgm.explain(module, x, [5, 6], 1.0)
+        assert len(explanation.problems) == 3  # split_sizes of both layers, and probs
+        assert "ScaledActivation(1): probs is float" in explanation.problems[1]
+        assert explanation.fused == fused
+        with pytest.raises(TypeError, match="the input is list; allowed: a tensor"):
+            cgm.explain(module, [1.0], sizes, probs)
+
+
+@pytest.mark.parametrize(("sizes", "least", "total"), [((5, 8), 5, 13), ((-1, 3), -1, 2)])
+def test_split_sizes_that_do_not_fit_are_named(ref, sizes, least, total):
+    x, _, probs = args()
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    explanation = cgm.explain(module, x, torch.tensor(sizes), probs)
+    assert explanation.fused
+    assert len(explanation.problems) == 1
+    assert f"the least is {least}, their sum {total} of {T} rows" in explanation.problems[0]
+    with cgm.settings.override(debug_checks=True), pytest.raises(cgm.ShapeError, match="split_sizes"):
+        module(x, torch.tensor(sizes), probs)
+
+
+def test_right_arguments_have_no_problems(ref):
+    assert cgm.explain(cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16), *args()).problems == ()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x, sizes, probs = args(dtype=torch.float32)
+        assert cgm.explain(cgm.GroupedMLP(G, H, F, dtype=torch.float32), x, sizes, probs).problems == ()
+        assert cgm.explain(cgm.GroupedLinear(G, H, F), x.view(3, 4, H), sizes).problems == ()
 
 
 def test_fused_plan_lists_what_would_be_launched(ref):
