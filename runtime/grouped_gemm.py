@@ -410,20 +410,46 @@ def quantized_problems(shape: LinearShape, factors_of_rows: bool) -> tuple[str, 
     shape, factors_of_rows
         As :func:`choose_quantized` takes them.
     """
-    problems = list(kernel_problems(shape))
-    if shape.dtype is not torch.bfloat16:
-        problems.append(f"kernels emulate quantised operands in bfloat16 and store bfloat16, the type is {shape.dtype}")
+    problems = list(kernel_problems(shape, quantized=True))
     if factors_of_rows:
         problems.append("the input has a scale for each row, kernels take one for each group")
     return tuple(problems)
 
 
-def kernel_problems(shape: LinearShape) -> tuple[str, ...]:
-    """List every reason why this project's kernels cannot run a shape."""
+def type_problem(dtype: torch.dtype, *, quantized: bool = False) -> str | None:
+    """Say why no kernel runs in a type, and in which types kernels run; None if one does.
+
+    Parameters
+    ----------
+    dtype
+        Type of unquantised inputs and of results.
+    quantized
+        Whether operands are quantised.
+    """
+    names = " and ".join(str(t).removeprefix("torch.") for t in kernels.NUMERICS_OF)
+    if not quantized:
+        return None if dtype in kernels.NUMERICS_OF else f"kernels exist for {names}, the type is {dtype}"
+    if dtype is torch.bfloat16:
+        return None
+    return f"kernels for quantised operands exist for bfloat16, the type is {dtype}; without quantising, for {names}"
+
+
+def kernel_problems(shape: LinearShape, *, quantized: bool = False) -> tuple[str, ...]:
+    """List every reason why this project's kernels cannot run a shape.
+
+    Parameters
+    ----------
+    shape
+        The shape.
+    quantized
+        Whether operands are quantised.
+    """
     problems = list(kernels.provider().unsupported(shape.device))
+    if problem := type_problem(shape.dtype, quantized=quantized):
+        problems.append(problem)
     numerics = kernels.NUMERICS_OF.get(shape.dtype)
     if numerics is None:
-        return (*problems, f"kernels take bfloat16 and float16, the type is {shape.dtype}")
+        return tuple(problems)
     alignment = NUMERICS[numerics].alignment
     for name, size in (("in_features", shape.in_features), ("out_features", shape.out_features)):
         if size % alignment:

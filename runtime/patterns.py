@@ -12,6 +12,7 @@ from .codegen.spec import NUMERICS
 from .config import settings
 from .errors import UnsupportedError
 from .fusion import Fusion, Match, Rejection, register_forward_backward_fusion, sweep
+from .grouped_gemm import type_problem
 from .grouped_mlp import NAME, FusedGroupedMLP
 from .op import FusibleOperation
 from .ops.activation import ScaledActivation
@@ -81,8 +82,9 @@ def conditions(
     problems = list(kernels.provider().unsupported(device))
     problems += quantizer_problems(fc1, fc2, recipe, dtype)
     numerics = NUMERICS.get(kernels.NUMERICS_OF.get(dtype, ""))
-    if numerics is None:
-        problems.append(f"kernels take bfloat16 and float16, the type is {dtype}")
+    unquantized = type_problem(dtype)
+    if unquantized is not None and type_problem(dtype, quantized=True) not in problems:
+        problems.append(unquantized)
     factor = 2 if activation.glu else 1
     if fc1.num_groups != fc2.num_groups:
         problems.append(f"FC1 has {fc1.num_groups} groups, FC2 has {fc2.num_groups}")
@@ -135,8 +137,8 @@ def quantizer_problems(fc1: GroupedLinear, fc2: GroupedLinear, recipe: Any, dtyp
     if own[0] != own[1] and not (len(made) == 2 and made[0] is made[1] is None):
         problems.append(f"FC1 runs under {own[0]}, FC2 under {own[1]}")
     named = [q for q in made if q is not None]
-    if named and dtype is not torch.bfloat16:
-        problems.append(f"kernels emulate quantised operands in bfloat16 and store bfloat16, the type is {dtype}")
+    if named and (problem := type_problem(dtype, quantized=True)):
+        problems.append(problem)
     if named:
         from .emulated_mlp import quantizer_problems as problems_of
         from .ops.quantized_linear import of_linear

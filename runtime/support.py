@@ -19,6 +19,7 @@ from .caching import CacheInfo
 from .codegen.spec import NUMERICS, Arch
 from .config import settings
 from .errors import ConfigError
+from .grouped_gemm import type_problem
 from .recipe import class_kind
 
 _SM100 = (10, 0), (10, 3)
@@ -144,8 +145,8 @@ def _answer(
         raise ConfigError(f"split_alignment is {split_alignment!r}; allowed: None or a positive integer")
     name = "no recipe" if cls is type(None) else cls.__name__
     reasons = [f"{name} with {setting}={value!r} has no grouped path" for setting, value in read.items() if value]
-    if dtype not in kernels.NUMERICS_OF:
-        reasons.append(f"kernels take bfloat16 and float16, the type is {dtype}")
+    if problem := type_problem(dtype):
+        reasons.append(problem)
     if device.type != "cuda":
         return Support((*reasons, f"kernels need a CUDA device, the tensors are on {device}"))
     capability = torch.cuda.get_device_capability(device)

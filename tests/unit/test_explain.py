@@ -168,6 +168,18 @@ def test_d5_every_unmet_condition_at_once(ref):
     assert "the call would raise: GroupedLinear under MXFP8BlockScaling" in str(explanation)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("recipe", [None, cgm.Float8BlockScaling()], ids=["plain", "block"])
+def test_a_type_without_kernels_is_told_once_with_the_types_that_have_them(ref, dtype, recipe):
+    explanation = cgm.explain(cgm.GroupedMLP(G, H, F, dtype=dtype), *args(dtype), recipe=recipe)
+    plain = f"kernels exist for bfloat16 and float16, the type is {dtype}"
+    quantised = f"kernels for quantised operands exist for bfloat16, the type is {dtype}"
+    if recipe is not None:
+        assert explanation.reasons == (f"{quantised}; without quantising, for bfloat16 and float16",)
+    else:
+        assert explanation.reasons == (() if dtype is torch.float16 else (plain,))
+
+
 def test_without_a_gpu_it_says_that_the_reference_path_runs_and_why():
     module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
     text = str(cgm.explain(module, *args()))
