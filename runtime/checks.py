@@ -93,3 +93,16 @@ def buffer_or_empty(
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     require(operation, buffer_problems(name, t, shape, like.dtype, like.device))
     return t
+
+
+def first_microbatch(value: bool | None) -> bool | None:
+    """Return ``is_first_microbatch`` as it is.
+
+    Raises
+    ------
+    TypeError
+        If it is not True, False or None.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(f"is_first_microbatch is {value!r}; allowed: True, False, None")

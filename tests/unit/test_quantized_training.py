@@ -815,6 +815,17 @@ def test_e3_main_grad_takes_quantised_gradients(path, delay):
         assert torch.allclose(weight.main_grad - 0.5, want[f"{name}.weight"].float(), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("value", ["yes", 1, torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("options", [{}, UNFUSED], ids=["fused", "unfused"])
+def test_is_first_microbatch_takes_a_bool_or_none(path, value, options):
+    module = module_of()
+    x, sizes, probs, _ = operands()
+    with cgm.autocast(recipe=recipe_of("mxfp8", **options)):
+        for tokens in (len(x), 0):
+            with pytest.raises(TypeError, match=r"is_first_microbatch is .*; allowed: True, False, None"):
+                module(x[:tokens], sizes, probs[:tokens], is_first_microbatch=value)
+
+
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_k1_no_tokens_under_a_recipe(path, tokens):
     recipe = recipe_of("delayed")
