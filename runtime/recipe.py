@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .describe import Description, attributes, type_name
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedError
 
 FLAG = "enable_cutedsl_fused_grouped_mlp"
 #: Where a recipe keeps its text while nothing can change it unseen.
@@ -437,6 +437,40 @@ def class_kind(cls: type) -> str:
     if issubclass(cls, Recipe):
         return cls.kind
     return next((_KINDS[base.__name__] for base in cls.__mro__ if base.__name__ in _KINDS), "unknown")
+
+
+#: What quantising reads of a recipe, by its kind, beside what a foreign recipe may lack.
+_FIELDS = {
+    "delayed": ("fp8_format", "margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
+    "float8_current": ("fp8_format", "use_power_2_scales"),
+    "float8_block": (
+        "fp8_format",
+        "use_f32_scales",
+        "x_block_scaling_dim",
+        "w_block_scaling_dim",
+        "grad_block_scaling_dim",
+    ),
+    "mxfp8": ("fp8_format", "margin"),
+    "nvfp4": ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"),
+    "custom": ("qfactory",),
+}
+
+
+def require_fields(recipe: Any) -> None:
+    """Check that a foreign recipe has the fields that quantising under a recipe of its class's name reads.
+
+    Raises
+    ------
+    UnsupportedError
+        If it lacks some; names all of them.
+    """
+    if isinstance(recipe, Recipe):
+        return
+    missing = [name for name in _FIELDS.get(recipe_kind(recipe), ()) if not hasattr(recipe, name)]
+    if missing:
+        raise UnsupportedError(
+            f"quantising under {type_name(type(recipe))}", [f"the recipe lacks the fields {', '.join(missing)}"]
+        )
 
 
 def fusion_flag(recipe: Any) -> bool | None:

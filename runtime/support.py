@@ -20,7 +20,7 @@ from .codegen.spec import NUMERICS, Arch
 from .config import settings
 from .errors import ConfigError
 from .grouped_gemm import type_problem
-from .recipe import class_kind
+from .recipe import class_kind, require_fields
 
 _SM100 = (10, 0), (10, 3)
 #: Kind of recipe, and dtype -> key of NUMERICS whose kernels run it natively, by architecture.
@@ -109,7 +109,10 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
             device = _resolve(device)
         cls = recipe.__class__
         reader = readers[cls]
-        read = None if reader is None else reader(recipe)
+        try:
+            read = None if reader is None else reader(recipe)
+        except AttributeError:
+            read = _read_foreign(recipe, names_of)
         return lookup(cls, read, dtype, split_alignment, device)
 
     def uncached(
@@ -120,7 +123,10 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
         device: torch.device | str | int | None = None,
     ) -> Support:
         reader = readers[recipe.__class__]
-        read = None if reader is None else reader(recipe)
+        try:
+            read = None if reader is None else reader(recipe)
+        except AttributeError:
+            read = _read_foreign(recipe, names_of)
         return answer(recipe.__class__, read, dtype, split_alignment, _resolve(device))
 
     found = cast(Predicate, predicate)
@@ -130,6 +136,13 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
     found.__name__ = name
     found.__doc__ = _DOC.format(where=where)
     return found
+
+
+def _read_foreign(recipe: Any, names_of: Callable[[str], tuple[str, ...]]) -> Any:
+    """Read settings of a recipe that lacks some: newer ones have the value that turns them off, else it is an error."""
+    require_fields(recipe)
+    values = tuple(getattr(recipe, name, None) for name in names_of(class_kind(type(recipe))))
+    return values[0] if len(values) == 1 else values
 
 
 def _answer(

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import ConfigError, UnsupportedError
-from ..recipe import recipe_kind
+from ..recipe import recipe_kind, require_fields
 from .base import Quantizer
 from .block_fp8 import Float8BlockQuantizer
 from .formats import E4M3, E5M2
@@ -35,13 +35,14 @@ def quantizer_for(recipe: Any, role: Role, *, seed: int = 0) -> Quantizer | None
     ConfigError
         If the role is none of these.
     UnsupportedError
-        If the recipe is of no known class, or asks for what there is not.
+        If the recipe is of no known class, lacks fields of its class, or asks for what there is not.
     """
     if role not in get_args(Role):
         raise ConfigError(f"role is {role!r}; allowed: {', '.join(map(repr, get_args(Role)))}")
     kind = recipe_kind(recipe)
     if kind == "high_precision":
         return None
+    require_fields(recipe)
     if kind == "custom":
         made: Quantizer | None = recipe.qfactory(role)
         return made
@@ -64,9 +65,12 @@ def quantizer_for(recipe: Any, role: Role, *, seed: int = 0) -> Quantizer | None
 
 def _fp8(recipe: Any, role: Role) -> torch.dtype:
     """E5M2 for gradients under HYBRID, E4M3 otherwise; formats go by their names, so that foreign ones will do."""
-    name = recipe.fp8_format.name
+    name = getattr(recipe.fp8_format, "name", None)
     if name not in ("E4M3", "HYBRID"):
-        raise UnsupportedError(f"quantising with fp8_format {name}", ["allowed: E4M3, HYBRID"])
+        raise UnsupportedError(
+            f"quantising with fp8_format {name or repr(recipe.fp8_format)}",
+            ["allowed: members of Format named E4M3 or HYBRID"],
+        )
     return E5M2 if name == "HYBRID" and role == "grad_output" else E4M3
 
 

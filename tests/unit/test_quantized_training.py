@@ -815,6 +815,25 @@ def test_e3_main_grad_takes_quantised_gradients(path, delay):
         assert torch.allclose(weight.main_grad - 0.5, want[f"{name}.weight"].float(), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("cls", [c for c in cgm.Recipe.__subclasses__() if c.kind not in ("high_precision", "custom")])
+def test_a5_a_foreign_recipe_that_lacks_fields_is_told_all_of_them(path, cls):
+    foreign = type(cls.__name__, (), {"__module__": "elsewhere"})()
+    module, args = module_of(), operands()
+    with pytest.raises(cgm.UnsupportedError, match=rf"elsewhere\.{cls.__name__}.*the recipe lacks") as error:
+        step(module, *args, recipe=foreign)
+    assert error.value.reasons[0] in str(cgm.explain(module, *args[:3], recipe=foreign))
+    given = {name: value for name, value in vars(cls()).items() if name in error.value.reasons[0]}
+    assert len(given) >= 2
+    vars(foreign).update(given)
+    assert all(torch.isfinite(t).all() for t in step(module, *args, recipe=foreign).values())
+
+
+def test_a5_a_format_without_a_name_is_told(path):
+    foreign = type("MXFP8BlockScaling", (), {"margin": 0, "fp8_format": "E4M3"})()
+    with pytest.raises(cgm.UnsupportedError, match="fp8_format 'E4M3' is not supported: allowed: members of Format"):
+        step(module_of(), *operands(), recipe=foreign)
+
+
 @pytest.mark.parametrize("value", ["yes", 1, torch.tensor(True)], ids=str)
 @pytest.mark.parametrize("options", [{}, UNFUSED], ids=["fused", "unfused"])
 def test_is_first_microbatch_takes_a_bool_or_none(path, value, options):

@@ -158,6 +158,24 @@ def test_a5_foreign_recipes(devices):
         recipe.disable_rht = False
 
 
+def test_a5_a_foreign_recipe_may_lack_what_came_later_and_nothing_else(devices):
+    class NVFP4BlockScaling:
+        disable_rht = disable_stochastic_rounding = disable_2d_quantization = False
+
+    class MXFP8BlockScaling:
+        margin, fp8_format = 0, cgm.Format.E4M3
+
+    device = torch.device("cuda", 0)
+    for predicate, cls in itertools.product(PREDICATES, (NVFP4BlockScaling, MXFP8BlockScaling)):
+        for ask in (predicate, predicate.uncached):
+            assert "grouped path" not in str(ask(cls(), BF16, device=device))
+    del NVFP4BlockScaling.disable_rht, NVFP4BlockScaling.disable_2d_quantization
+    for predicate in PREDICATES:
+        for ask in (predicate, predicate.uncached):
+            with pytest.raises(cgm.UnsupportedError, match=r"NVFP4BlockScaling.*disable_rht, disable_2d_quantization"):
+                ask(NVFP4BlockScaling(), BF16, device=device)
+
+
 def test_wrong_alignment():
     with pytest.raises(cgm.ConfigError, match="split_alignment is 0"):
         FUSER(None, BF16, split_alignment=0)
