@@ -84,6 +84,12 @@ PassOption = Annotated[Pass | None, typer.Option("--pass", help="Only kernels of
 ActivationOption = Annotated[ActivationName | None, typer.Option("--activation", help="Only kernels with it.")]
 
 
+_WARNINGS = (
+    "C7512, C7519: how often ptxas warned that it serialised wgmma instructions (C7519: behind an injected "
+    "warpgroup.arrive); should be 0"
+)
+
+
 def main() -> None:
     """Run the command; an error that we raise on purpose, or the system's, is one line and exit code 1."""
     try:
@@ -150,7 +156,7 @@ def show(
     console.print_json(spec.to_json())
     console.print(Syntax(source, "python", line_numbers=True, word_wrap=False))
     artifact = ArtifactStore().get_or_build(spec)
-    table = Table("resource", "value", title=spec.name)
+    table = Table("resource", "value", title=spec.name, caption=_WARNINGS, caption_justify="left")
     for name, value in artifact.report.to_dict().items():
         table.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
     console.print(table)
@@ -169,21 +175,41 @@ def build(
         int | None, typer.Option("-j", "--jobs", min=1, help="Compilations at a time; default: cores.")
     ] = None,
 ) -> None:
-    """Compile kernels ahead of time, on a machine with or without a GPU."""
+    """Compile kernels ahead of time, on a machine with or without a GPU.
+
+    Prints a line for each kernel that is done where the output is no terminal, and a table of what each uses. C7512
+    and C7519 count ptxas' warnings that wgmma instructions were serialised, so that loads and products do not overlap
+    (C7519: behind an injected warpgroup.arrive): both should be 0. A build that was interrupted goes on when it is
+    started again.
+    """
     specs = [_find(name, arch) for name in variant] if variant else _select(arch, recipe, pass_, activation)
     console = _console()
     if find_linker() is None:
         console.print("no C compiler (cc, gcc or clang): kernels get no kernel.so, and loading them imports the DSL")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    finished = 0
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("compiling", total=len(specs))
 
         def advance(spec: KernelSpec, result: Artifact | CompileError) -> None:
+            nonlocal finished
+            finished += 1
             progress.update(task, advance=1, description=spec.name)
+            if not console.is_terminal:  # a log or a pipe: whoever reads it sees that something happens
+                print(f"{finished}/{len(specs)} {spec.name}: {_outcome(result)}", flush=True)
 
-        results = build_folder(specs, out, jobs=jobs, progress=advance)
-    columns_ = ("registers", "spill stores", "smem", "C7512", "compile s")
-    table = Table("variant", *columns_, title=f"{len(specs)} kernels for {arch.value} in {out}")
+        try:
+            results = build_folder(specs, out, jobs=jobs, progress=advance)
+        except KeyboardInterrupt:
+            progress.stop()
+            _console(stderr=True).print(
+                f"interrupted: {finished} of {len(specs)} kernels are done; the same command goes on from there",
+                highlight=False,
+            )
+            raise typer.Exit(130) from None
+    columns_ = ("registers", "spill stores", "smem", "C7512", "C7519", "compile s")
+    title = f"{len(specs)} kernels for {arch.value} in {out}"
+    table = Table("variant", *columns_, title=title, caption=_WARNINGS, caption_justify="left")
     failed = {spec: result for spec, result in results.items() if isinstance(result, CompileError)}
     for spec, result in results.items():
         cells = ("failed",) if isinstance(result, CompileError) else _cells(result.report)
@@ -346,4 +372,15 @@ def _find(name: str, arch: Arch | None = None) -> KernelSpec:
 def _cells(report: ResourceReport) -> tuple[str, ...]:
     """Cells of a row of `build`'s table."""
     smem = "?" if report.smem is None else str(report.smem)
-    return str(report.registers), str(report.spill_stores), smem, str(report.c7512), f"{report.seconds:.1f}"
+    warnings = str(report.c7512), str(report.c7519)
+    return str(report.registers), str(report.spill_stores), smem, *warnings, f"{report.seconds:.1f}"
+
+
+def _outcome(result: Artifact | CompileError) -> str:
+    """Say in a line how a compilation ended."""
+    if isinstance(result, CompileError):
+        return "failed"
+    report = result.report
+    return (
+        f"{report.registers} registers, {report.spill_stores} bytes of spill stores, compiled in {report.seconds:.1f} s"
+    )

@@ -125,6 +125,8 @@ def compile_many(
     for spec in sorted(specs, key=lambda s: s.arch.value):
         todo.put(spec)
 
+    workers: set[CompileWorker] = set()
+
     def work() -> None:
         worker: CompileWorker | None = None
         try:
@@ -138,6 +140,7 @@ def compile_many(
                         if worker is not None:
                             worker.close()
                         worker = CompileWorker(spec.arch)
+                        workers.add(worker)
                     done.put((spec, worker.compile(render(spec), out_dir / spec.name)))
                 except BaseException as error:  # handed to the caller's thread, which raises or reports it
                     done.put((spec, error))
@@ -156,15 +159,25 @@ def compile_many(
                 raise result
             results[spec] = result
             progress(spec, result)
+    except KeyboardInterrupt:
+        _drain(todo)
+        for started in tuple(workers):  # whoever interrupts does not wait for what they compile
+            started.kill()
+        raise
     finally:
-        while True:  # after an error: let the threads finish what they have, and no more
-            try:
-                todo.get_nowait()
-            except queue.Empty:
-                break
+        _drain(todo)  # after an error: let the threads finish what they have, and no more
         for thread in threads:
             thread.join()
     return {spec: results[spec] for spec in specs}
+
+
+def _drain(todo: queue.SimpleQueue[KernelSpec]) -> None:
+    """Empty a queue."""
+    while True:
+        try:
+            todo.get_nowait()
+        except queue.Empty:
+            return
 
 
 class CompileWorker:
@@ -190,6 +203,12 @@ class CompileWorker:
         self._process.kill()
         with self._process:  # closes the pipes and waits
             self._process = None
+
+    def kill(self) -> None:
+        """End the process from another thread: what it compiles fails there."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def compile(self, rendered: Rendered, out_dir: Path) -> Compiled:
         """Compile a rendered kernel into a folder; as :func:`compile_kernel`."""

@@ -1,6 +1,7 @@
 """The command cute-grouped-mlp."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -176,6 +177,34 @@ def test_build_verify_list(run, tmp_path):
     assert "kernel.so" in result[1]
     assert f"loaded {REDUCE[1].name}" in result[1]
     assert "cutlass" not in sys.modules
+
+
+def test_build_tells_each_kernel_as_it_is_done_and_what_the_warnings_mean(run, tmp_path):
+    _, text, _ = run("build", "--pass", "reduce", "--out", tmp_path / "out", "-j", "1")
+    lines = text.splitlines()
+    for number, line in enumerate(lines[: len(REDUCE)], 1):
+        assert re.fullmatch(
+            rf"{number}/{len(REDUCE)} sm90a_\w+: \d+ registers, 0 bytes of spill stores, compiled in [\d.]+ s", line
+        )
+    assert {line.split()[1][:-1] for line in lines[: len(REDUCE)]} == {spec.name for spec in REDUCE}
+    assert "C7512, C7519: how often ptxas warned that it serialised wgmma instructions" in text
+
+
+def test_an_interrupted_build_tells_how_far_it_got(run, tmp_path, monkeypatch):
+    real = cli.build_folder
+
+    def interrupted(specs, out, *, jobs, progress):
+        real(specs[:1], out, jobs=jobs, progress=progress)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_folder", interrupted)
+    error = fails(
+        run("build", "--pass", "reduce", "--out", tmp_path / "out"),
+        f"interrupted: 1 of {len(REDUCE)} kernels are done; the same command goes on from there",
+        code=130,
+    )
+    assert len(error.splitlines()) == 1
+    assert aot.AotFolder(tmp_path / "out").names == (REDUCE[0].name,)
 
 
 def test_verify_wants_a_library(run, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,22 @@ def test_j5_threads_and_processes_do_not_pile_up(small, specs, tmp_path, monkeyp
     assert set(done) == set(wanted)
     assert all((tmp_path / spec.name / "kernel.o").exists() for spec in wanted)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_an_interrupt_does_not_wait_for_what_is_being_compiled(small, specs, tmp_path, monkeypatch):
+    slow = "THREADS = 128\nimport time\ntime.sleep(300)"
+    renders = {specs(0): small(specs(0)), specs(1): small(specs(1), "THREADS = 128", slow)}
+    monkeypatch.setattr("cute_grouped_mlp.codegen.compile.render", renders.get)
+    before = threading.active_count()
+
+    def interrupt(spec, result):
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        compile_many(renders, tmp_path, jobs=2, progress=interrupt)
+    assert time.monotonic() - started < 100
+    assert threading.active_count() == before
 
 
 def test_compile_many_goes_on_after_a_failure(small, specs, tmp_path, monkeypatch):
