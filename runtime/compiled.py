@@ -137,13 +137,12 @@ def _choose(
     if text != (NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)):
         return -1  # autocast was entered inside the function that is traced, which has not happened yet
     fuser = by_number[number]
-    params, counts = fuser.parameters()
     x: Any = SimpleNamespace(dtype=dtype, device=device, requires_grad=x_requires_grad)
     probs: Any = SimpleNamespace(requires_grad=probs_require_grad)
     scale: Any = SimpleNamespace(requires_grad=scale_requires_grad)
     extra = (None, probs, None, scale)[: fuser.num_extra_inputs]
-    boundary = fuser.boundary(x_requires_grad, params, counts, extra) if grad else len(fuser.basic_ops)
-    plan = fuser.select(recipe, boundary, x, params)
+    boundary = fuser.boundary(x_requires_grad, extra) if grad else len(fuser.basic_ops)
+    plan = fuser.select(recipe, boundary, x, fuser.parameters())
     op = plan.forward_ops[0][0]
     covered = (
         not fuser.hooked  # what they prepare is no function of tensors

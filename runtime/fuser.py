@@ -27,7 +27,7 @@ from .config import settings
 from .errors import FusionError, FusionFallbackWarning, ShapeError, UnsupportedError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, PlannedKernel, StalePlan, expand
-from .pipeline import Call, Direct, Pipeline, Plan, make_contexts
+from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct
 from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
 from .recipe_state import state_key
 
@@ -188,24 +188,11 @@ class OperationFuser:
         basic_op_kwargs: Sequence[dict[str, Any]] | None,
     ) -> Any:
         """Do what a call does, outside of ``torch.compile``'s graphs."""
-        try:
-            return self._run(input, extra_inputs, basic_op_kwargs)
-        except StalePlan:
-            self._plans.expire()
-            return self._run(input, extra_inputs, basic_op_kwargs)
-
-    def _run(
-        self,
-        input: torch.Tensor,
-        extra_inputs: Sequence[torch.Tensor | None],
-        basic_op_kwargs: Sequence[dict[str, Any]] | None,
-    ) -> Any:
         if len(extra_inputs) != self.num_extra_inputs:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
-        ops = self.basic_ops
-        params, counts = self.parameters()
+        params = self.parameters()
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
-        boundary = self.boundary(x_requires_grad, params, counts, extra_inputs)
+        boundary = 0 if x_requires_grad else self.boundary(False, extra_inputs)
         recipe = in_force.recipe
         plan = self.select(recipe, boundary, input, params)
         self.last_plan = plan
@@ -213,45 +200,43 @@ class OperationFuser:
             self._reset_states(recipe, plan.state_key)
         for index, op in self.hooked:
             op.pre_fuser_forward(requires_grad=index >= boundary)
-        if plan.direct is not None and not basic_op_kwargs:
-            if boundary < len(ops):
-                result = Direct.apply(plan.direct, boundary, x_requires_grad, input, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+        try:
+            if plan.direct is None or basic_op_kwargs:
+                result = self._run_pipeline(plan, input, params, extra_inputs, basic_op_kwargs, x_requires_grad)
+            elif boundary < len(self.basic_ops):
+                result = run_direct(plan.direct, input, params, extra_inputs)
             else:
-                result = plan.direct.direct_forward(boundary, False, input, (*params, *extra_inputs))[0]
-            if settings.debug_checks:
-                kernels.provider().check_status(input.device)
-            return result
-        call = Call(
-            plan,
-            ops,
-            self._routing,
-            self._no_kwargs if basic_op_kwargs is None else basic_op_kwargs,
-            counts,
-            x_requires_grad,
-        )
-        if boundary < len(ops):
-            result = Pipeline.apply(input, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
-        else:
-            result = Pipeline.forward(None, input, call, *params, *extra_inputs)
+                result = plan.direct.direct_forward((), input, (*params, *extra_inputs))[0]
+        except StalePlan:
+            self._plans.expire()
+            return self.run(input, extra_inputs, basic_op_kwargs)
         if settings.debug_checks:
             kernels.provider().check_status(input.device)
         return result
 
-    def boundary(
+    def _run_pipeline(
         self,
-        x_requires_grad: bool,
+        plan: Plan,
+        x: torch.Tensor,
         params: list[torch.nn.Parameter],
-        counts: list[int],
         extra_inputs: Sequence[torch.Tensor | None],
-    ) -> int:
+        basic_op_kwargs: Sequence[dict[str, Any]] | None,
+        x_requires_grad: bool,
+    ) -> Any:
+        counts = [len(op.fuser_parameters()) for op in self.basic_ops]
+        kwargs = self._no_kwargs if basic_op_kwargs is None else basic_op_kwargs
+        call = Call(plan, self.basic_ops, self._routing, kwargs, counts, x_requires_grad)
+        if plan.key[1] < len(self.basic_ops):
+            return Pipeline.apply(x, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+        return Pipeline.forward(None, x, call, *params, *extra_inputs)
+
+    def boundary(self, x_requires_grad: bool, extra_inputs: Sequence[torch.Tensor | None]) -> int:
         """Return the index of the first operation that needs a backward.
 
         Parameters
         ----------
         x_requires_grad
             Whether a gradient of the input is needed.
-        params, counts
-            As :meth:`parameters` returns them.
         extra_inputs
             Those of a call, or anything that says whether it requires a gradient.
         """
@@ -264,23 +249,18 @@ class OperationFuser:
         for (index, _), tensor in zip(self._routing.inputs, extra_inputs, strict=True):
             if getattr(tensor, "requires_grad", False) and index < boundary:
                 boundary = index
-        at = 0
-        for index, of_op in enumerate(counts[:boundary]):
-            for p in params[at : at + of_op]:
-                if p.requires_grad:
+        for index, op in enumerate(self.basic_ops[:boundary]):
+            for parameter in op.fuser_parameters():
+                if parameter.requires_grad:
                     return index
-            at += of_op
         return boundary
 
-    def parameters(self) -> tuple[list[torch.nn.Parameter], list[int]]:
-        """Read the parameters of all operations, and how many each has."""
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Read the parameters of all operations."""
         params: list[torch.nn.Parameter] = []
-        counts = []
         for op in self.basic_ops:
-            of_op = op.fuser_parameters()
-            params += of_op
-            counts.append(len(of_op))
-        return params, counts
+            params += op.fuser_parameters()
+        return params
 
     def _expected(self) -> str:
         slots = [f"{type(self.basic_ops[i]).__name__} ({i})" for i, _ in self._routing.inputs]
@@ -310,9 +290,8 @@ class OperationFuser:
         list of PlannedKernel
             What its operations would run, forward first.
         """
-        params, counts = self.parameters()
-        boundary = self.boundary(x_requires_grad, params, counts, extra_inputs)
-        plan = self.select(recipe, boundary, x, params)
+        boundary = self.boundary(x_requires_grad, extra_inputs)
+        plan = self.select(recipe, boundary, x, self.parameters())
         slots = self._routing.distribute(extra_inputs)
         contexts = make_contexts(len(slots), boundary, x_requires_grad)
         try:

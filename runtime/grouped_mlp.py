@@ -71,13 +71,16 @@ class FusedGroupedMLP(FusedOperation):
         self.__dict__.update(_fc1=fc1, _activation=activation, _fc2=fc2)
         self._dtype = dtype
         self._hidden, self._ffn, self._groups = fc1.in_features, fc2.in_features, fc1.num_groups
+        self._width = fc1.out_features
         self._device = fc1.fuser_parameters()[0].device
         self._index = fc1.fuser_parameters()[0].get_device()  # compares faster; -1 off CUDA, where no kernel runs
         self._guard = kernels.device_guard(self._device)
+        self._guarded = self._guard is not kernels.NO_GUARD  # entering one that does nothing takes time, too
         self._provider = kernels.provider()
         self._arch = self._provider.arch(self._device)
         self._sizes_shape = torch.Size((self._groups,))
         self._tables: dict[tuple[Any, ...], StepKernels] = {}
+        self._needs: dict[tuple[bool, ...], int] = {}
 
     # Kernels ----------------------------------------------------------------------------------------------------------
 
@@ -149,13 +152,15 @@ class FusedGroupedMLP(FusedOperation):
 
     def _kernels(self, tokens: int, probs: torch.Tensor | None, scale: torch.Tensor | None, needs: int) -> StepKernels:
         """Return the kernels of a step, all made ready before the first is launched."""
+        main_grads: Any = _NO_MAIN_GRADS
+        if self._fc1.accumulate_into_main_grad or self._fc2.accumulate_into_main_grad:
+            main_grads = (_main_grad(self._fc1), _main_grad(self._fc2))
         key = (
             (tokens // self._groups).bit_length(),  # kernels.rows_bucket, without the call
             None if probs is None else probs.dtype,
             None if scale is None else scale.dtype,
             needs,
-            _main_grad(self._fc1),
-            _main_grad(self._fc2),
+            main_grads,
         )
         found = self._tables.get(key)
         if found is None:
@@ -163,15 +168,13 @@ class FusedGroupedMLP(FusedOperation):
             self._provider.prepare(tuple(specs.values()), self._device)
             sms = self._provider.sm_count(self._device)
             launches = {role: (self._provider.get(spec), kernels.grid(spec, sms)) for role, spec in specs.items()}
-            tile = specs["dgrad_act"].tile if "dgrad_act" in specs else None
-            columns = 0 if tile is None else tile.tile_n
             status = self._provider.status(self._device)
-            found = self._tables.setdefault(key, StepKernels(launches, columns, key[-2:], status))
+            found = self._tables.setdefault(key, StepKernels.of(needs, specs, launches, main_grads, status))
         return found
 
     def _wgrad_kernel(self, layer: int, tokens: int, main_grad: tuple[torch.dtype, bool] | None) -> tuple[Launch, int]:
         """Return the wgrad kernel of layer 1 or 2 alone."""
-        role = f"wgrad{layer}"
+        role = _WGRADS[layer]
         variant = Variant(kernels.rows_bucket(tokens, self._groups), None, None, 0, (main_grad, main_grad))
         key = (role, variant)
         found = self._tables.get(key)
@@ -180,7 +183,8 @@ class FusedGroupedMLP(FusedOperation):
             self._provider.prepare([spec], self._device)
             launches = {role: (self._provider.get(spec), kernels.grid(spec, self._provider.sm_count(self._device)))}
             status = self._provider.status(self._device)
-            found = self._tables.setdefault(key, StepKernels(launches, 0, variant.main_grads, status))
+            specs = {role: spec}
+            found = self._tables.setdefault(key, StepKernels.of(0, specs, launches, variant.main_grads, status))
         return found.launches[role]
 
     def needs(
@@ -188,15 +192,9 @@ class FusedGroupedMLP(FusedOperation):
     ) -> int:
         """Return the NEED_* bits of what backward has to return; 0 if there will be none."""
         boundary = next((index for index, ctx in enumerate(contexts) if ctx.requires_grad), 3)
-        return self._needs_of(boundary, contexts[0].input_requires_grad, probs, scale)
-
-    def _needs_of(
-        self, boundary: int, x_requires_grad: bool, probs: torch.Tensor | None, scale: torch.Tensor | None
-    ) -> int:
-        """:meth:`needs`, from the index of the first of the three operations that needs a backward."""
         if boundary > 2:
             return 0
-        needs = NEED_X if x_requires_grad else 0
+        needs = NEED_X if contexts[0].input_requires_grad else 0
         if boundary == 0:
             needs |= _parameter_needs(self._fc1, NEED_W1, NEED_B1)
         if boundary <= 1 and probs is not None and probs.requires_grad:
@@ -204,6 +202,26 @@ class FusedGroupedMLP(FusedOperation):
         if scale is not None and scale.requires_grad:
             needs |= NEED_SCALE
         return needs | _parameter_needs(self._fc2, NEED_W2, NEED_B2)
+
+    def _needs_of(self, wanted: tuple[bool, ...]) -> int:
+        """:meth:`needs`, from whether each tensor of :meth:`direct_forward` needs a gradient."""
+        if not wanted:
+            return 0
+        x, *rest = wanted
+        flags = iter(rest)
+        needs = NEED_X if x else 0
+        for op, of_weight, of_bias in (
+            (self._fc1, NEED_W1, NEED_B1),
+            (self._activation, 0, 0),
+            (self._fc2, NEED_W2, NEED_B2),
+        ):
+            of_op = [next(flags) for _ in op.fuser_parameters()]
+            if isinstance(op, GroupedLinear) and op.bias is not None and of_op.pop():
+                needs |= of_bias
+            if any(of_op):
+                needs |= of_weight
+        _, of_probs, _, *of_scale = flags
+        return needs | (NEED_PROBS if of_probs else 0) | (NEED_SCALE if any(of_scale) else 0)
 
     def planned_kernels(
         self, basic_op_ctxs: Sequence[OperationContext], tokens: int, basic_op_extra_inputs: Sequence[Tensors]
@@ -234,14 +252,17 @@ class FusedGroupedMLP(FusedOperation):
         scale = scales[0] if scales else None
         needs = self.needs(basic_op_ctxs, probs, scale)
         buffers = self._caller_buffers(basic_op_kwargs)
-        y, saved, tensors = self._forward(input_, sizes1, probs, sizes2, scale, needs, *buffers)
+        w1, b1 = self._parameters_of(self._fc1)
+        w2, b2 = self._parameters_of(self._fc2)
+        with self._guard:
+            y, saved, tensors = self._forward(input_, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs, *buffers)
         if needs:
             ctx.saved = saved
             ctx.save_for_backward(*tensors)
         return y, NO_OUTPUTS
 
     def direct_forward(
-        self, boundary: int, x_requires_grad: bool, x: torch.Tensor, tensors: Tensors
+        self, wanted: tuple[bool, ...], x: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, Any, Tensors]:
         """As :meth:`FusedOperation.direct_forward`."""
         scale = None
@@ -249,88 +270,77 @@ class FusedGroupedMLP(FusedOperation):
             sizes1, probs, sizes2, scale = tensors[-4:]
         else:
             sizes1, probs, sizes2 = tensors[-3:]
-        needs = self._needs_of(boundary, x_requires_grad, probs, scale)
-        return self._forward(x, sizes1, probs, sizes2, scale, needs, None, None)
+        needs = self._needs.get(wanted)
+        if needs is None:
+            needs = self._needs[wanted] = self._needs_of(wanted)
+        w1, b1 = self._parameters_of(self._fc1)
+        w2, b2 = self._parameters_of(self._fc2)
+        if self._guarded:
+            with self._guard:
+                return self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
+        return self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
 
     def _forward(
         self,
         input_: torch.Tensor,
-        sizes1: torch.Tensor | None,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
         probs: torch.Tensor | None,
-        sizes2: torch.Tensor | None,
+        sizes1: Any,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
         scale: torch.Tensor | None,
+        sizes2: Any,
         needs: int,
-        output: torch.Tensor | None,
-        grad_input: torch.Tensor | None,
+        output: torch.Tensor | None = None,
+        grad_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Saved | None, Tensors]:
-        """Check, choose kernels, launch; returns y and what backward reads."""
+        """Check, choose kernels, launch; returns y and what backward reads.  Parameters are as kernels read them."""
         x = input_ if input_.dtype is self._dtype else cast_for_autocast(input_, self._dtype)[0]
         if not self._fits(x, sizes1, probs, sizes2, scale):
             self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
-        assert sizes1 is not None
-        assert sizes2 is not None
         shape = input_.shape
         if len(shape) != 2:
             x = x.reshape(-1, self._hidden)
         tokens = x.shape[0]
-        y = checks.buffer_or_empty(NAME, "output", output, shape, x)
+        y = x.new_empty(shape) if output is None else checks.buffer_or_empty(NAME, "output", output, shape, x)
+        like = None if probs is None else (probs.shape, probs.dtype)
         if not tokens:
-            return y, Saved(None, needs, 0, shape, grad_input, like_of(probs), like_of(scale)), ()
+            return y, Saved(None, needs, 0, shape, grad_input, like, like_of(scale)), ()
         step = self._kernels(tokens, probs, scale, needs)
-        w1, b1 = self._parameters_of(self._fc1)
-        w2, b2 = self._parameters_of(self._fc2)
-        with self._guard:
-            tensors = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
+        # Most tensors are as kernels read them; a call to find that out would take longer than the look.
+        if x.data_ptr() % 16 or not x.is_contiguous():
+            x = kernels.launchable(x)
+        p = probs
+        if probs is not None and not (probs.dtype is torch.float32 and probs.is_contiguous() and len(shape) == 2):
+            p = rows_of(probs)
+        s = None if scale is None else rows_of(scale)
+        s1 = sizes1 if sizes1.dtype is torch.int32 else kernels.int32_sizes(sizes1)
+        s2 = None if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
+        a = x.new_empty(tokens, self._ffn)
+        z = x.new_empty(tokens, self._width) if needs & NEED_Z else None
+        status = step.status
+        launch, ctas = step.launches["fprop_act"]
+        launch(*step.given_fprop_act((x, w1, b1, p, s1, z, a)), status, *self._activation.params, ctas)
+        launch, ctas = step.launches["fprop"]
+        rows = y if len(shape) == 2 else y.view(-1, self._hidden)
+        launch(*step.given_fprop((a, w2, b2, s, s1 if s2 is None else s2, rows)), status, ctas)
         if not needs:
             return y, None, ()
-        return y, Saved(step, needs, tokens, shape, grad_input, like_of(probs), like_of(scale)), tensors
-
-    def _launch_forward(
-        self,
-        step: StepKernels,
-        x: torch.Tensor,
-        w1: torch.Tensor,
-        b1: torch.Tensor | None,
-        probs: torch.Tensor | None,
-        sizes1: torch.Tensor,
-        w2: torch.Tensor,
-        b2: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        sizes2: torch.Tensor,
-        y: torch.Tensor,
-        needs: int,
-    ) -> Tensors:
-        """Launch both kernels; returns what backward reads."""
-        x = kernels.launchable(x)
-        p, s = rows_of(probs), rows_of(scale)
-        s1 = kernels.int32_sizes(sizes1)
-        s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
-        a = x.new_empty(x.shape[0], self._ffn)
-        z = x.new_empty(x.shape[0], self._fc1.out_features) if needs & NEED_Z else None
-        launch, ctas = step.launches["fprop_act"]
-        launch(*given(x, w1, b1, p, s1, z, a), step.status, *self._activation.params, ctas)
-        launch, ctas = step.launches["fprop"]
-        launch(*given(a, w2, b2, s, s2), y if y.dim() == 2 else y.view(-1, self._hidden), step.status, ctas)
-        return (
-            x if needs & NEED_W1 else None,
-            w1 if needs & NEED_X else None,
-            w2 if needs & NEED_Z else None,
-            b2 if needs & NEED_SCALE else None,
-            z,
-            a if needs & NEED_W2 and not needs & NEED_Z else None,
-            p if needs & NEED_Z else None,
-            s if needs & (NEED_B2 | NEED_SCALE) else None,
-            s1,
-            None if s2 is s1 else s2,  # taking a saved tensor back costs microseconds
-        )
+        saved = Saved(step, needs, tokens, shape, grad_input, like, None if scale is None else like_of(scale))
+        return y, saved, step.kept((x, w1, w2, b2, z, a, p, s, s1, s2, None))
 
     def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) and bias of a layer as kernels read them."""
-        w, bias = fc.packed_weight(), fc._parameters["bias"]
+        own = fc._parameters
+        w: Any = own["weight"] if fc.single_grouped_weight else fc.packed_weight()
         if w.dtype is not self._dtype:
             self._require_fresh()
             w = w.to(self._dtype)
-        return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._dtype))
+        if w.data_ptr() % 16 or not w.is_contiguous():
+            w = kernels.launchable(w)
+        bias = own["bias"]
+        return w, None if bias is None else kernels.launchable(bias.to(self._dtype))
 
     def _fits(
         self,
@@ -341,32 +351,28 @@ class FusedGroupedMLP(FusedOperation):
         scale: torch.Tensor | None,
     ) -> bool:
         """Whether the arguments are as usual; if not, :meth:`_check` says what is wrong, if anything is."""
-        shape = x.shape
+        shape, device = x.shape, self._index
+        rows = shape[:1]
         return (
             len(shape) == 2
             and shape[1] == self._hidden
             and x.dtype is self._dtype
-            and x.get_device() == self._index
-            and self._fit_sizes(sizes1)
-            and (sizes2 is sizes1 or self._fit_sizes(sizes2))
-            and (probs is None or self._fit_rows(probs, shape[0]))
-            and (not self._fc2.scale_bias or (scale is not None and self._fit_rows(scale, shape[0])))
-        )
-
-    def _fit_sizes(self, sizes: torch.Tensor | None) -> bool:
-        return (
-            isinstance(sizes, torch.Tensor)
-            and sizes.shape == self._sizes_shape
-            and sizes.dtype in checks.INTEGERS
-            and sizes.get_device() == self._index
-        )
-
-    def _fit_rows(self, t: torch.Tensor, rows: int) -> bool:
-        return (
-            isinstance(t, torch.Tensor)
-            and t.shape == (rows,)
-            and t.dtype in checks.FLOATS
-            and t.get_device() == self._index
+            and x.get_device() == device
+            and isinstance(sizes1, torch.Tensor)
+            and sizes1.shape == self._sizes_shape
+            and sizes1.dtype in checks.INTEGERS
+            and sizes1.get_device() == device
+            and (sizes2 is sizes1 or _fit(sizes2, self._sizes_shape, checks.INTEGERS, device))
+            and (
+                probs is None
+                or (
+                    isinstance(probs, torch.Tensor)
+                    and probs.shape == rows
+                    and probs.dtype in checks.FLOATS
+                    and probs.get_device() == device
+                )
+            )
+            and (not self._fc2.scale_bias or _fit(scale, rows, checks.FLOATS, device))
         )
 
     def _require_fresh(self) -> None:
@@ -407,68 +413,69 @@ class FusedGroupedMLP(FusedOperation):
     ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
         """Only the kernels whose results are needed."""
         ctx = basic_op_ctxs[0]
-        dx, of_fc1, of_fc2, dprobs, dscale = self._gradients(ctx.saved, ctx.saved_tensors, grad_output)
-        of_inputs = (None, dscale) if self._fc2.scale_bias else (None,)
-        return dx, [of_fc1, [], of_fc2], [(None,), (dprobs,), of_inputs]
+        with self._guard:
+            grads = self._gradients(ctx.saved, ctx.saved_tensors, grad_output)
+        dx, dw1, db1, dprobs, dw2, db2, dscale = grads
+        of_params = [self._fc1.parameter_gradients(dw1, db1), [], self._fc2.parameter_gradients(dw2, db2)]
+        return dx, of_params, [(None,), (dprobs,), (None, dscale) if self._fc2.scale_bias else (None,)]
 
     def direct_backward(self, state: Any, saved: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """As :meth:`FusedOperation.direct_backward`."""
-        dx, of_fc1, of_fc2, dprobs, dscale = self._gradients(state, saved, grad_output)
+        if self._guarded:
+            with self._guard:
+                grads = self._gradients(state, saved, grad_output)
+        else:
+            grads = self._gradients(state, saved, grad_output)
+        dx, dw1, db1, dprobs, dw2, db2, dscale = grads
+        of_fc1, of_fc2 = self._fc1.parameter_gradients(dw1, db1), self._fc2.parameter_gradients(dw2, db2)
         if self._fc2.scale_bias:
             return (dx, *of_fc1, *of_fc2, None, dprobs, None, dscale)
         return (dx, *of_fc1, *of_fc2, None, dprobs, None)
 
     def _gradients(self, saved: Saved, tensors: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        """Return dx, lists of the gradients of both layers' parameters, dprobs and dscale."""
+        """Return dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed."""
         dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self._hidden)
         if dy.dtype is not self._dtype:
             dy = dy.to(self._dtype)
-        dx, dw1, db1, dprobs, dw2, db2, dscale = self._backward(saved, dy, tensors)
-        return (
-            dx,
-            self._fc1.parameter_gradients(dw1, db1),
-            self._fc2.parameter_gradients(dw2, db2),
-            dprobs,
-            dscale,
-        )
-
-    def _backward(self, saved: Saved, dy: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
-        """Return dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed."""
-        if saved.step is None:
+        step, needs, tokens = saved.step, saved.needs, saved.tokens
+        if step is None:
             return self._backward_of_nothing(saved, dy)
-        with self._guard:
-            return self._launch_backward(saved, saved.step, kernels.launchable(dy), tensors)
-
-    def _launch_backward(self, saved: Saved, step: StepKernels, dy: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
-        """Launch the kernels of :meth:`_backward`."""
+        if dy.data_ptr() % 16 or not dy.is_contiguous():
+            dy = kernels.launchable(dy)
         x, w1, w2, b2, z, a, p, s, s1, s2 = tensors
-        s2 = s1 if s2 is None else s2
-        needs, tokens, launches, status = saved.needs, saved.tokens, step.launches, step.status
+        if s2 is None:
+            s2 = s1
+        launches, status = step.launches, step.status
         dx = dw1 = db1 = dprobs = dw2 = db2 = dscale = dz = partial = None
         if needs & NEED_Z:
-            dz = dy.new_empty(tokens, self._fc1.out_features)
+            dz = dy.new_empty(tokens, self._width)
             a = dy.new_empty(tokens, self._ffn) if needs & NEED_W2 else None
             if needs & NEED_PROBS:
                 partial = dy.new_empty(-(-self._ffn // step.columns), tokens, dtype=torch.float32)
             launch, ctas = launches["dgrad_act"]
-            launch(*given(dy, w2, z, p, s2, dz, a, partial), status, *self._activation.params, ctas)
+            launch(*step.given_dgrad_act((dy, w2, z, p, s2, dz, a, partial)), status, *self._activation.params, ctas)
         if needs & NEED_W2:
             dw2 = self._wgrad(saved, step, 2, dy, a, s2)
         del a
         if needs & (NEED_B2 | NEED_SCALE):
             db2, dscale = self._bias_grad2(saved, step, dy, s, b2, s2)
         if needs & NEED_X:
-            dx = checks.buffer_or_empty(NAME, "grad_input", saved.grad_input, saved.shape, dy)
+            dx = rows = dy.new_empty(saved.shape) if saved.grad_input is None else self._buffer_for_dx(saved, dy)
+            if len(saved.shape) != 2:
+                rows = rows.view(-1, self._hidden)
             launch, ctas = launches["dgrad"]
-            launch(dz, w1, s1, dx if dx.dim() == 2 else dx.view(-1, self._hidden), status, ctas)
+            launch(dz, w1, s1, rows, status, ctas)
         if needs & NEED_W1:
             dw1 = self._wgrad(saved, step, 1, dz, x, s1)
         if needs & NEED_B1:
-            db1 = dy.new_empty(self._groups, self._fc1.out_features)
+            db1 = dy.new_empty(self._groups, self._width)
             launches["bias_grad1"][0](dz, s1, db1)
         if needs & NEED_PROBS:
             dprobs = self._reduce(launches["reduce_probs"], partial, saved.probs)
         return dx, dw1, db1, dprobs, dw2, db2, dscale
+
+    def _buffer_for_dx(self, saved: Saved, dy: torch.Tensor) -> torch.Tensor:
+        return checks.buffer_or_empty(NAME, "grad_input", saved.grad_input, saved.shape, dy)
 
     def _backward_of_nothing(self, saved: Saved, dy: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of a step without tokens: empty or 0, and no launch."""
@@ -486,7 +493,7 @@ class FusedGroupedMLP(FusedOperation):
             return None if like is None else dy.new_empty(like[0], dtype=like[1])
 
         return (
-            checks.buffer_or_empty(NAME, "grad_input", saved.grad_input, saved.shape, dy) if needs & NEED_X else None,
+            self._buffer_for_dx(saved, dy) if needs & NEED_X else None,
             dw(fc1) if needs & NEED_W1 else None,
             dy.new_zeros(self._groups, fc1.out_features) if needs & NEED_B1 else None,
             rows(saved.probs) if needs & NEED_PROBS else None,
@@ -497,12 +504,18 @@ class FusedGroupedMLP(FusedOperation):
 
     def _wgrad(self, saved: Saved, step: StepKernels, layer: int, dy: Any, x: Any, sizes: Any) -> Any:
         """Compute dW of layer 1 or 2, now or later, into a new tensor or into main_grad."""
-        fc = (self._fc1, self._fc2)[layer - 1]
+        fc = self._fc1 if layer == 1 else self._fc2
+        role = _WGRADS[layer]
+        if not (fc.accumulate_into_main_grad or fc.delay_wgrad_compute or step.main_grads[layer - 1]):
+            new: torch.Tensor = dy.new_empty(fc.num_groups, fc.out_features, fc.in_features)
+            launch, ctas = step.launches[role]
+            launch(dy, x, sizes, new, step.status, ctas)
+            return new
         tokens = saved.tokens
 
         def compute(out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
             dw: torch.Tensor = dy.new_empty(fc.num_groups, fc.out_features, fc.in_features) if out is None else out
-            launch, ctas = step.launches[f"wgrad{layer}"]
+            launch, ctas = step.launches[role]
             main_grad = None if out is None else (out.dtype, accumulate)
             if step.main_grads[layer - 1] != main_grad:  # it changed since forward: say, it accumulates now
                 launch, ctas = self._wgrad_kernel(layer, tokens, main_grad)
@@ -533,7 +546,7 @@ class FusedGroupedMLP(FusedOperation):
         launch, ctas = kernel
         shape, dtype = like
         out: torch.Tensor = partial.new_empty(shape, dtype=dtype if dtype in kernels.DTYPES else torch.float32)
-        launch(partial, out if out.dim() == 1 else out.view(-1), ctas)
+        launch(partial, out if len(shape) == 1 else out.view(-1), ctas)
         return out if out.dtype is dtype else out.to(dtype)
 
     # torch.compile ----------------------------------------------------------------------------------------------------
@@ -572,17 +585,11 @@ class FusedGroupedMLP(FusedOperation):
         y, z, a
             z and a where backward reads them from forward, else None.
         """
-        if not self._fits(x, sizes1, probs, sizes2, scale):
-            self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
-        y = torch.empty_like(x)
-        if not len(x):
-            return y, None, None
-        step = self._kernels(len(x), probs, scale, needs)
         w1, w2 = kernels.launchable(w1), kernels.launchable(w2)
         b1, b2 = launchable(b1), launchable(b2)
         with self._guard:
-            saved = self._launch_forward(step, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, y, needs)
-        return y, saved[4], saved[5]
+            y, _, saved = self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
+        return (y, saved[4], saved[5]) if saved else (y, None, None)
 
     def functional_backward(
         self,
@@ -619,7 +626,20 @@ class FusedGroupedMLP(FusedOperation):
         s1 = kernels.int32_sizes(sizes1)
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
-        return self._backward(saved, dy, (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2))
+        tensors = (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2)
+        with self._guard:
+            return self._gradients(saved, tensors, dy)
+
+
+#: Role of a layer's wgrad.
+_WGRADS = {1: "wgrad1", 2: "wgrad2"}
+#: :func:`_main_grad` of both layers, where neither has one.
+_NO_MAIN_GRADS = (None, None)
+
+
+def _fit(t: Any, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: int) -> bool:
+    """Whether something is a tensor of a shape, of one of the types, on a device."""
+    return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype in dtypes and t.get_device() == device
 
 
 def _main_grad(fc: GroupedLinear) -> tuple[torch.dtype, bool] | None:

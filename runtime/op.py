@@ -225,6 +225,8 @@ class BasicOperation(FusibleOperation):
         """Return the parameters, read anew at each call, in the order in which backward returns their gradients."""
         if self._modules:
             return list(self.parameters())
+        if not self._parameters:
+            return []
         return [p for p in self._parameters.values() if p is not None]
 
     def fuser_stamp(self) -> Any:
@@ -527,16 +529,14 @@ class FusedOperation(FusibleOperation):
     direct: bool = False
 
     def direct_forward(
-        self, boundary: int, x_requires_grad: bool, x: torch.Tensor, tensors: Tensors
+        self, wanted: tuple[bool, ...], x: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, Any, Tensors]:
         """Forward of a pipeline that is this operation alone, without caller's keyword arguments.
 
         Parameters
         ----------
-        boundary
-            Index of the first basic operation that needs a backward.
-        x_requires_grad
-            Whether backward has to return a gradient of the input.
+        wanted
+            Whether backward has to return the gradient of ``x`` and of each of ``tensors``; empty: none will come.
         x
             Input.
         tensors

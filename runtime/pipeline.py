@@ -15,6 +15,9 @@ from .errors import FusionError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Tensors
 
+_in_functorch = torch._C._are_functorch_transforms_active
+_unwrapped = torch._C._functorch.unwrap_if_dead
+
 LocatedOps = list[tuple[FusibleOperation, tuple[int, ...]]]
 
 
@@ -178,31 +181,50 @@ class Direct(torch.autograd.Function):
     """A plan that is one operation, as one node with nothing between autograd and that operation."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        op: FusedOperation,
-        boundary: int,
-        x_requires_grad: bool,
-        x: torch.Tensor,
-        *tensors: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, op: FusedOperation, x: torch.Tensor, *tensors: torch.Tensor | None) -> torch.Tensor:
         """Run the operation's forward."""
-        y, ctx.state, saved = op.direct_forward(boundary, x_requires_grad, x, tensors)
+        y, state, saved = op.direct_forward(ctx.needs_input_grad[1:], x, tensors)
         ctx.save_for_backward(*saved)
-        ctx.op = op
+        ctx.ran = op, state
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Run the operation's backward."""
-        return _once(_backward, ctx, grad)
+        return _once(_backward, ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    grads = ctx.op.direct_backward(ctx.state, ctx.saved_tensors, grad)
+    op, state = ctx.ran
+    grads = op.direct_backward(state, ctx.saved_tensors, grad)
     if settings.debug_checks:
         kernels.provider().check_status(grad.device)
-    return (None, None, None, *grads)
+    return (None, *grads)
+
+
+#: What ``Direct.apply`` ends in.  Before it torch looks at every argument in Python, which takes longer than the call.
+_apply_direct = super(torch.autograd.Function, Direct).apply
+
+
+def run_direct(
+    op: FusedOperation, x: torch.Tensor, params: Sequence[torch.Tensor], extra_inputs: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Run a plan that is one operation, with a backward to come.
+
+    Parameters
+    ----------
+    op
+        The operation.
+    x, params, extra_inputs
+        Input, parameters of the basic operations in order, and their extra inputs in order.
+    """
+    if _in_functorch():
+        result: torch.Tensor = Direct.apply(op, x, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+        return result
+    # Tensors that were left over from a transform of torch.func, as torch's own apply unwraps them
+    extra_inputs = [None if t is None else _unwrapped(t) for t in extra_inputs]
+    result = _apply_direct(op, _unwrapped(x), *params, *extra_inputs)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Once(torch.autograd.Function):

@@ -195,12 +195,14 @@ class Sequential(torch.nn.Module):
             compiled.group(self.number)
             groups = self._groups
         else:
-            groups = self.module_groups()
+            groups = self._groups if tuple(self._modules.values()) == self._grouped else self.module_groups()
         if len(extra_inputs) != self._num_extra_inputs:
             takers = [f"{type(op).__name__}: {op.num_extra_inputs}" for f in self.fusers for op in f.basic_ops]
             raise ShapeError(
                 f"got {len(extra_inputs)} extra inputs, expected {self._num_extra_inputs} ({', '.join(takers)})"
             )
+        if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
+            return groups[0](input, *extra_inputs)
         kwargs = self._kwargs_by_op(op_kwargs) if op_kwargs else None
         x: Any = input
         outputs: list[Any] = []

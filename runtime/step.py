@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import kernels
-from .codegen.spec import GluLayout
+from .codegen.spec import GluLayout, KernelSpec
 from .kernels import Launch
 from .op import Tensors
 
@@ -44,6 +46,21 @@ class Variant:
     main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None]
 
 
+#: Leaves out of a tuple of tensors what a kernel's spec leaves out.
+Given = Callable[[tuple["torch.Tensor | None", ...]], tuple[Any, ...]]
+
+
+def _taking(*takes: object) -> Given:
+    given: Any = operator.itemgetter(*[index for index, taken in enumerate(takes) if taken])
+    return given  # type: ignore[no-any-return]
+
+
+def _masking(*keeps: object) -> Given:
+    """As :func:`_taking`, but what is left out becomes the item behind the last."""
+    kept: Any = operator.itemgetter(*[index if keep else len(keeps) for index, keep in enumerate(keeps)])
+    return kept  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True, slots=True)
 class StepKernels:
     """The kernels of a step, ready to launch.
@@ -58,12 +75,80 @@ class StepKernels:
         As :class:`Variant` has them.
     status
         The device's status word.
+    given_fprop_act, given_fprop, given_dgrad_act
+        Of all tensors that such a kernel may take, those that these kernels take.
+    kept
+        Of (x, W1, W2, b2, z, a, probs, scale, sizes1, sizes2, None) the first ten, None for what backward never reads.
     """
 
     launches: dict[str, tuple[Launch, int]]
     columns: int
     main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None]
     status: torch.Tensor
+    given_fprop_act: Given
+    given_fprop: Given
+    given_dgrad_act: Given
+    kept: Given
+
+    @classmethod
+    def of(
+        cls,
+        needs: int,
+        specs: dict[str, KernelSpec],
+        launches: dict[str, tuple[Launch, int]],
+        main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None],
+        status: torch.Tensor,
+    ) -> StepKernels:
+        """Describe a step.
+
+        Parameters
+        ----------
+        needs
+            NEED_* bits.
+        specs
+            The kernels by role.
+        launches, main_grads, status
+            As the attributes.
+        """
+        fprop_act, fprop, dgrad_act = (specs.get(role) for role in ("fprop_act", "fprop", "dgrad_act"))
+        every = tuple
+        return cls(
+            launches,
+            dgrad_act.tile.tile_n if dgrad_act is not None and dgrad_act.tile is not None else 0,
+            main_grads,
+            status,
+            # x, W1, b1, probs, sizes, z, a
+            every
+            if fprop_act is None
+            else _taking(True, True, fprop_act.bias, fprop_act.probs, True, fprop_act.store_z, True),
+            # a, W2, b2, scale, sizes, y
+            every if fprop is None else _taking(True, True, fprop.bias, fprop.probs, True, True),
+            # dy, W2, z, probs, sizes, dz, a, partial sums of dprobs
+            every
+            if dgrad_act is None
+            else _taking(
+                True,
+                True,
+                True,
+                dgrad_act.probs,
+                True,
+                True,
+                dgrad_act.store_act,
+                dgrad_act.probs and dgrad_act.sum_probs,
+            ),
+            _masking(
+                needs & NEED_W1,  # x
+                needs & NEED_X,  # W1
+                needs & NEED_Z,  # W2
+                needs & NEED_SCALE,  # b2
+                needs & NEED_Z,  # z
+                needs & NEED_W2 and not needs & NEED_Z,  # a
+                needs & NEED_Z,  # probs
+                needs & (NEED_B2 | NEED_SCALE),  # scale
+                True,
+                True,
+            ),
+        )
 
 
 #: Shape and type of a gradient that backward returns.

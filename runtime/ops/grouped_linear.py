@@ -168,7 +168,7 @@ class GroupedLinear(BasicOperation):
     def packed_weight(self) -> torch.Tensor:
         """Return the weights as one (G, out, in) tensor: a view where they are packed, else a copy."""
         if self.single_grouped_weight:
-            return self.weight
+            return self._parameters["weight"]  # type: ignore[return-value]  # a weight is never None
         weights = self.weights()
         if not self.is_packed():
             return torch.stack([w.detach() for w in weights])
@@ -404,7 +404,7 @@ class GroupedLinear(BasicOperation):
             grads = [dw if dw is None or isinstance(dw, torch.Tensor) else dw[0]]
         else:
             grads = [None] * self.num_groups if dw is None else list(dw)
-        return grads if self.bias is None else [*grads, dbias]
+        return grads if self._parameters["bias"] is None else [*grads, dbias]
 
     def weight_gradient(
         self, compute: Callable[[torch.Tensor | None, bool], torch.Tensor]

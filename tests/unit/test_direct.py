@@ -1,0 +1,111 @@
+"""A plan that is one operation: what it does without contexts and routing is what it does with them."""
+
+import itertools
+
+import pytest
+import torch
+
+import cute_grouped_mlp as cgm
+from cute_grouped_mlp import kernels
+from cute_grouped_mlp.pipeline import make_contexts
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
+
+G, H, F, T = 4, 16, 32, 40
+
+
+@pytest.fixture(autouse=True)
+def ref():
+    """Run this project's kernels as torch functions; new tensors are filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    with kernels.using(ReferenceKernels()) as provider:
+        yield provider
+    torch.use_deterministic_algorithms(False)
+
+
+def module_of(**options):
+    return cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16, **options)
+
+
+def inputs_of(probs=True):
+    torch.manual_seed(0)
+    x = torch.randn(T, H, dtype=torch.bfloat16)
+    return x, torch.tensor([9, 0, 20, 11], dtype=torch.int32), torch.rand(T) if probs else None
+
+
+@pytest.mark.parametrize("weights", ["packed", "list"])
+@pytest.mark.parametrize("bias", [None, "plain", "scaled"])
+def test_gradients_wanted_are_those_that_contexts_say(bias, weights):
+    module = module_of(bias=bias is not None, scale_bias=bias == "scaled", single_grouped_weight=weights == "packed")
+    x, sizes, probs = inputs_of()
+    module(x, sizes, probs)
+    op = module.fuser.last_plan.direct
+    fc1, fc2 = module[0], module[2]
+    parts = [x, probs, fc1.weights()[-1], fc2.weights()[0], *([] if bias is None else [fc1.bias, fc2.bias])]
+    for flags in itertools.product((False, True), repeat=len(parts)):
+        for part, flag in zip(parts, flags, strict=True):
+            part.requires_grad_(flag)
+        for weight in (*fc1.weights()[:-1], *fc2.weights()[1:]):
+            weight.requires_grad_(False)
+        extra = module.pipeline_inputs(x, sizes, probs)
+        scale = extra[3] if bias == "scaled" else None
+        boundary = module.fuser.boundary(x.requires_grad, extra)
+        expected = op.needs(make_contexts(3, boundary, x.requires_grad), probs, scale)
+        tensors = (x, *module.fuser.parameters(), *extra)
+        assert op._needs_of(tuple(t is not None and t.requires_grad for t in tensors)) == expected, flags
+    assert op._needs_of(()) == 0
+
+
+@pytest.mark.parametrize("probs", [True, False])
+def test_direct_calls_equal_calls_with_keyword_arguments(probs):
+    """An empty dict for the layers' keyword arguments takes the long way."""
+    module = module_of(bias=True)
+    x, sizes, p = inputs_of(probs)
+    x.requires_grad_()
+    inputs = [x, *([p.requires_grad_()] if probs else []), *module.parameters()]
+    buffer = torch.empty_like(x)
+    results = []
+    for kwargs in (None, {2: {"output": buffer}}):
+        y = module(x, sizes, p, op_kwargs=kwargs)
+        results.append((y.detach().clone(), *torch.autograd.grad(y, inputs, torch.ones_like(y))))
+    for direct, long in zip(*results, strict=True):
+        assert torch.equal(direct, long)
+
+
+def test_tensors_left_over_from_a_transform():
+    """torch's own ``apply`` unwraps tensors whose torch.func transform has ended; so does ours."""
+    module = module_of()
+    x, sizes, probs = inputs_of()
+    left = []
+
+    def keep(x, probs):
+        left.extend((x * 1, probs * 1))
+        return x.float().sum() + probs.sum()
+
+    torch.func.grad(keep, argnums=(0, 1))(x, probs)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    assert all(map(wrapped, left)), "the test's tensors are no longer what it is about"
+    y = module(left[0], sizes, left[1])
+    assert not wrapped(y)
+    assert torch.equal(y, module(x, sizes, probs))
+    y.backward(torch.ones_like(y))
+    assert torch.isfinite(module[0].weight.grad).all()
+
+
+def test_inside_a_transform_torch_says_what_is_missing():
+    module = module_of()
+    x, sizes, probs = inputs_of()
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: module(x, sizes, probs).float().sum())(x)
+
+
+def test_a_stale_plan_is_made_again_and_the_call_runs_once():
+    """Somebody assigned to ``data`` of the weights: the operation notices before it launches anything."""
+    module = module_of()
+    x, sizes, probs = inputs_of()
+    module(x, sizes, probs)
+    planned = module.fuser.plan_cache_info().misses
+    for weight in module.parameters():
+        weight.data = weight.data.half()
+    y = module(x.half(), sizes, probs)
+    assert y.dtype is torch.float16
+    assert module.fuser.plan_cache_info().misses == planned + 1
