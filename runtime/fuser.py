@@ -196,11 +196,14 @@ class OperationFuser:
         recipe = in_force.recipe
         plan = self.select(recipe, boundary, input, params)
         self.last_plan = plan
-        if plan.state_key != self._state_key:
-            self._reset_states(recipe, plan.state_key)
-        for index, op in self.hooked:
-            op.pre_fuser_forward(requires_grad=index >= boundary)
+        quantizes = plan.state_key[0] != "high_precision"
+        if quantizes:  # no other thread's recipe may reset the states before this call's forward has taken them
+            self._lock.acquire()
         try:
+            if plan.state_key != self._state_key:
+                self._reset_states(recipe, plan.state_key)
+            for index, op in self.hooked:
+                op.pre_fuser_forward(requires_grad=index >= boundary)
             if plan.direct is None or basic_op_kwargs:
                 result = self._run_pipeline(plan, input, params, extra_inputs, basic_op_kwargs, x_requires_grad)
             elif boundary < len(self.basic_ops):
@@ -210,6 +213,9 @@ class OperationFuser:
         except StalePlan:
             self._plans.expire()
             return self.run(input, extra_inputs, basic_op_kwargs)
+        finally:
+            if quantizes:
+                self._lock.release()
         if settings.debug_checks:
             kernels.provider().check_status(input.device)
         return result

@@ -42,9 +42,12 @@ class OperationContext:
         In backward: what forward passed to :meth:`save_for_backward`.
     records_amax : bool
         Whether any operation of the pipeline has a backward: only then do amaxes count for delayed scaling.
+    quantizes : bool
+        Whether the call's recipe quantises.  If not, the operation's state is that of another call.
     """
 
     records_amax = True
+    quantizes = True
     quantizers: Quantizers | None = None  # in planned_kernels only
     to_save: Tensors = ()
     saved_tensors: Tensors = ()

@@ -83,6 +83,9 @@ class Pipeline(torch.autograd.Function):
         plan, ops, routing = call.plan, call.ops, call.routing
         boundary = plan.key[1]
         contexts = make_contexts(len(ops), boundary, call.x_requires_grad)
+        if plan.state_key[0] == "high_precision":
+            for context in contexts:
+                context.quantizes = False
         extra_inputs = routing.distribute(tensors[len(tensors) - len(routing.inputs) :])
         extra_outputs: dict[int, Sequence[torch.Tensor | None]] = {}
 
