@@ -51,7 +51,9 @@ def test_each_thread_gets_the_numbers_of_its_recipe(path, frequent_switches):
         return y.detach(), *torch.autograd.grad(y, (mine, *module.parameters()), torch.ones_like(y))
 
     expected = [step(recipe) for recipe in recipes]
-    assert len({tuple(results[0].flatten().tolist()) for results in expected}) == len(recipes), "the recipes cannot be told apart"
+    assert len({tuple(results[0].flatten().tolist()) for results in expected}) == len(recipes), (
+        "the recipes cannot be told apart"
+    )
     barrier = threading.Barrier(len(recipes))
     wrong, done, errors = [], [], []
 
