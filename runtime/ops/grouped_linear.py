@@ -134,14 +134,27 @@ class GroupedLinear(BasicOperation):
         if self.single_grouped_weight:
             return [self.weight]
         found = self._parameters
-        return [p for g in range(self.num_groups) if (p := found[f"weight{g}"]) is not None]
+        try:
+            return [p for g in range(self.num_groups) if (p := found[f"weight{g}"]) is not None]
+        except KeyError as missing:
+            raise _no_parameter(missing) from None
 
     def fuser_parameters(self) -> list[torch.nn.Parameter]:
-        """Weights, then the bias if there is one."""
+        """Weights, then the bias if there is one.
+
+        Raises
+        ------
+        ConfigError
+            If one of them is no parameter any more.
+        """
         own = self._parameters  # past nn.Module's attribute protocol: this runs at each call
-        found = [own["weight"]] if self.single_grouped_weight else self.weights()
-        if own["bias"] is not None:
-            found.append(own["bias"])
+        try:
+            found = [own["weight"]] if self.single_grouped_weight else self.weights()
+            bias = own["bias"]
+        except KeyError as missing:
+            raise _no_parameter(missing) from None
+        if bias is not None:
+            found.append(bias)
         return found  # type: ignore[return-value]  # a weight is never None
 
     def is_packed(self) -> bool:
@@ -505,6 +518,13 @@ def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return made  # it lives in the graph's memory: nobody outside may get it
     return dummy_gradients.put(key, made)
+
+
+def _no_parameter(missing: KeyError) -> ConfigError:
+    return ConfigError(
+        f"GroupedLinear has no parameter {missing}: it was removed, or replaced by something that is computed from other "
+        "parameters (torch.nn.utils.parametrize, or FSDP1), which is not supported"
+    )
 
 
 def _positive(value: Any) -> bool:

@@ -109,3 +109,13 @@ def test_a_stale_plan_is_made_again_and_the_call_runs_once():
     y = module(x.half(), sizes, probs)
     assert y.dtype is torch.float16
     assert module.fuser.plan_cache_info().misses == planned + 1
+
+
+@pytest.mark.parametrize("weights", ["packed", "list"])
+def test_a_weight_that_is_no_parameter_any_more(weights):
+    module = module_of(single_grouped_weight=weights == "packed")
+    name = "weight" if weights == "packed" else "weight2"
+    torch.nn.utils.parametrize.register_parametrization(module[0], name, torch.nn.Identity())
+    x, sizes, probs = inputs_of()
+    with pytest.raises(cgm.ConfigError, match=f"no parameter '{name}'.*parametrize"):
+        module(x, sizes, probs)
