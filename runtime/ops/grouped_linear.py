@@ -522,8 +522,8 @@ def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
 
 def _no_parameter(missing: KeyError) -> ConfigError:
     return ConfigError(
-        f"GroupedLinear has no parameter {missing}: it was removed, or replaced by something that is computed from other "
-        "parameters (torch.nn.utils.parametrize, or FSDP1), which is not supported"
+        f"GroupedLinear has no parameter {missing}: it was removed, or replaced by something that is computed from "
+        "other parameters (torch.nn.utils.parametrize, or FSDP1), which is not supported"
     )
 
 
