@@ -158,7 +158,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         scale = scales[0] if scales else None
         needs = self.needs(basic_op_ctxs, probs, scale)
         output, grad_input = self._caller_buffers(basic_op_kwargs)
-        kept = [checks.first_microbatch(kwargs.get("is_first_microbatch")) for kwargs in basic_op_kwargs]
+        kept = [kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs]
         x = cast_for_autocast(input_, self._dtype)[0]
         if not self._fits(x, sizes1, probs, sizes2, scale):
             self._check(x, ((sizes1,), (probs,), (sizes2, scale)))

@@ -190,6 +190,8 @@ class OperationFuser:
         """Do what a call does, outside of ``torch.compile``'s graphs."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"the input is {type(input).__name__}; allowed: a tensor")
         params = self.parameters()
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
         boundary = 0 if x_requires_grad else self.boundary(False, extra_inputs)

@@ -225,7 +225,7 @@ def run_direct(
         result: torch.Tensor = Direct.apply(op, x, *params, *extra_inputs)  # type: ignore[no-untyped-call]
         return result
     # Tensors that were left over from a transform of torch.func, as torch's own apply unwraps them
-    extra_inputs = [None if t is None else _unwrapped(t) for t in extra_inputs]
+    extra_inputs = [_unwrapped(t) if isinstance(t, torch.Tensor) else t for t in extra_inputs]
     result = _apply_direct(op, _unwrapped(x), *params, *extra_inputs)  # type: ignore[no-untyped-call]
     return result
 

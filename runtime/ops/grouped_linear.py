@@ -537,7 +537,7 @@ def take_buffers(op: BasicOperation, kwargs: dict[str, Any]) -> dict[str, torch.
     Raises
     ------
     TypeError
-        If there is another keyword.
+        If there is another keyword, or ``is_first_microbatch`` is no bool and not None.
     """
     unknown = sorted(set(kwargs) - {"output", "grad_input", "is_first_microbatch"})
     if unknown:
@@ -545,6 +545,7 @@ def take_buffers(op: BasicOperation, kwargs: dict[str, Any]) -> dict[str, torch.
             f"{type(op).__name__} takes the keywords output, grad_input and is_first_microbatch, "
             f"got {', '.join(unknown)}"
         )
+    checks.first_microbatch(kwargs.get("is_first_microbatch"))
     return {"output": kwargs.get("output"), "grad_input": kwargs.get("grad_input")}
 
 

@@ -122,13 +122,7 @@ def forward(
         (T, N).
     saved
         For :func:`backward_arguments`.
-
-    Raises
-    ------
-    TypeError
-        If ``is_first_microbatch`` is not True, False or None.
     """
-    checks.first_microbatch(is_first_microbatch)
     gemm = gemm_of(shape, state.quantizers)
     operands = forward_operands(
         state,

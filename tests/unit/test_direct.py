@@ -119,3 +119,24 @@ def test_a_weight_that_is_no_parameter_any_more(weights):
     x, sizes, probs = inputs_of()
     with pytest.raises(cgm.ConfigError, match=f"no parameter '{name}'.*parametrize"):
         module(x, sizes, probs)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kernels_run", [True, False])
+def test_arguments_that_are_no_tensors(ref, monkeypatch, kernels_run, grad):
+    if not kernels_run:
+        monkeypatch.setattr(type(ref), "unsupported", lambda self, device: ("none here",))
+    module = module_of()
+    x, sizes, probs = inputs_of()
+    x.requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(TypeError, match="the input is list; allowed: a tensor"):
+            module([1.0], sizes, probs)
+        with pytest.raises(
+            cgm.ShapeError, match=r"split_sizes is list, allowed: an int32 or int64 tensor of shape \(4,\)"
+        ):
+            module(x, sizes.tolist(), probs)
+        with pytest.raises(cgm.ShapeError, match="probs is float, allowed: a floating-point tensor"):
+            module(x, sizes, 0.5)
+        with pytest.raises(TypeError, match="is_first_microbatch is 'yes'; allowed: True, False, None"):
+            module(x, sizes, probs, is_first_microbatch="yes")
