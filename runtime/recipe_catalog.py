@@ -21,6 +21,7 @@ from .codegen.spec import NUMERICS, Arch, KernelSpec
 from .config import settings
 from .explain import explain
 from .mlp import GroupedMLP
+from .ops.grouped_linear import GroupedLinear
 from .quantizers.select import Role, quantizer_for
 from .step import LAYOUTS
 
@@ -97,10 +98,9 @@ def _divisor(recipe: Any, numerics: str) -> int:
 
 def _of_call(module: GroupedMLP, recipe: Any, tokens: int, probs: Any, training: bool) -> list[KernelSpec]:
     """Kernels of a call, and of its backward in training."""
-    x = torch.empty(
-        tokens, module.fc1.in_features, dtype=module.fc1.weight.dtype, device="meta", requires_grad=training
-    )
-    sizes = torch.empty(module.fc1.num_groups, dtype=torch.int32, device="meta")
+    fc1: GroupedLinear = module[0]
+    x = torch.empty(tokens, fc1.in_features, dtype=fc1.weight.dtype, device="meta", requires_grad=training)
+    sizes = torch.empty(fc1.num_groups, dtype=torch.int32, device="meta")
     rows = None
     if probs is not None:
         rows = torch.empty(tokens, dtype=_PROBS[probs], device="meta", requires_grad=training)
