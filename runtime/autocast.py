@@ -15,12 +15,15 @@ class _InForce(threading.local):
     ----------
     recipe
         The recipe.
+    amax_reduction_group
+        Process group over which amaxes of delayed scaling are reduced; None: the default one.
     scales : dict or None
         Scales of delayed scaling that a checkpointed forward ran with, for its recomputation.
     """
 
     def __init__(self) -> None:
         self.recipe: Any = None
+        self.amax_reduction_group: Any = None
         self.scales: dict[Any, Any] | None = None
 
 
@@ -44,24 +47,44 @@ class autocast(contextlib.ContextDecorator):
         False: no recipe, whatever an enclosing block says.
     recipe
         One of this package's recipes, or an object with the same attributes.  None equals ``HighPrecision()``.
+    amax_reduction_group
+        Process group over which ``DelayedScaling(reduce_amax=True)`` takes the maximum of amaxes when backward ends;
+        None: the default group.  Under expert parallelism it must be a group whose processes hold the same experts.
+
+    Raises
+    ------
+    TypeError
+        If ``enabled`` is not a bool, or ``amax_reduction_group`` neither None nor a process group.
     """
 
-    def __init__(self, enabled: bool = True, *, recipe: Any = None) -> None:
+    def __init__(self, enabled: bool = True, *, recipe: Any = None, amax_reduction_group: Any = None) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"autocast: enabled is {enabled!r}, allowed: True or False; pass the recipe as recipe=")
+        if amax_reduction_group is not None and not _is_process_group(amax_reduction_group):
+            raise TypeError(
+                f"autocast: amax_reduction_group is {amax_reduction_group!r}, allowed: None or a process group "
+                "that this process belongs to"
+            )
         self._recipe = recipe if enabled else None
-        self._outer: list[Any] = []
+        self._group = amax_reduction_group
+        self._outer: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append(in_force.recipe)
-        in_force.recipe = self._recipe
+        self._outer.append((in_force.recipe, in_force.amax_reduction_group))
+        in_force.recipe, in_force.amax_reduction_group = self._recipe, self._group
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        in_force.recipe = self._outer.pop()
+        in_force.recipe, in_force.amax_reduction_group = self._outer.pop()
 
     def _recreate_cm(self) -> autocast:
         # Each call of a decorated function gets a block of its own, so that it may recurse and run in several threads.
-        return autocast(recipe=self._recipe)
+        return autocast(recipe=self._recipe, amax_reduction_group=self._group)
+
+
+def _is_process_group(value: Any) -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)

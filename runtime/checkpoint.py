@@ -25,11 +25,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     function, *args, use_reentrant, **kwargs
         As torch's function takes them.
     """
-    snapshot = copy.copy(current_recipe())
-    scales = _scales()
+    again = _recomputing(_scales())
 
     def run(*inputs: Any, **named: Any) -> Any:
-        with autocast(recipe=snapshot), _same_scales(scales):
+        with again():
             return function(*inputs, **named)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
@@ -44,7 +43,7 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
         Contexts for the forward pass and for its recomputation.
     """
     scales = _scales()
-    return _same_scales(scales), _recomputing(copy.copy(current_recipe()), scales)
+    return _same_scales(scales), _recomputing(scales)()
 
 
 def _scales() -> dict[Any, Any]:
@@ -62,7 +61,13 @@ def _same_scales(scales: dict[Any, Any]) -> Iterator[None]:
         in_force.scales = outer
 
 
-@contextlib.contextmanager
-def _recomputing(recipe: Any, scales: dict[Any, Any]) -> Iterator[None]:
-    with autocast(recipe=recipe), _same_scales(scales):
-        yield
+def _recomputing(scales: dict[Any, Any]) -> Callable[[], AbstractContextManager[None]]:
+    """Return what puts in force again what is in force now."""
+    recipe, group = copy.copy(current_recipe()), in_force.amax_reduction_group
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with autocast(recipe=recipe, amax_reduction_group=group), _same_scales(scales):
+            yield
+
+    return again

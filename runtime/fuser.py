@@ -204,6 +204,10 @@ class OperationFuser:
         try:
             if plan.state_key != self._state_key:
                 self._reset_states(recipe, plan.state_key)
+            if quantizes:
+                for basic_op in self.basic_ops:
+                    if basic_op.recipe_state is not None:
+                        basic_op.recipe_state.amax_reduction_group = in_force.amax_reduction_group
             for index, op in self.hooked:
                 op.pre_fuser_forward(requires_grad=index >= boundary)
             if plan.direct is None or basic_op_kwargs:

@@ -91,6 +91,8 @@ class RecipeState:
     num_scales : int
     updates : int
         Steps whose end was reported with :meth:`update`.
+    amax_reduction_group
+        Process group of the last forward, over which :meth:`update` reduces amaxes; None: the default one.
     rng : Tensor (2,), int64, or None
         Seed and offset of stochastic rounding; the offset grows with each update.
     kept
@@ -102,6 +104,7 @@ class RecipeState:
         self.quantizers = quantizers
         self.num_scales = op.num_scales()
         self.updates = 0
+        self.amax_reduction_group: Any = None
         self.kept: Any = None
         self.rng: torch.Tensor | None = None
         if any(_is_stochastic(q) for q in quantizers):
@@ -259,14 +262,15 @@ class DelayedScalingState(RecipeState):
             history.copy_(torch.where(history[0] != 0, moved, history))
 
     def _reduce_over_processes(self) -> None:
-        """Take the largest amaxes of this step over the processes, in one collective."""
+        """Take the largest amaxes of this step over the processes of the group, in one collective."""
         if not getattr(self.recipe, "reduce_amax", True) or not torch.distributed.is_available():
             return
-        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        group = self.amax_reduction_group
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
             return
         rows = [history[0] for history in self.amax_history.values()]
         together = torch.cat(rows)
-        torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX, group=group)
         for row, reduced in zip(rows, torch.split(together, [len(row) for row in rows]), strict=True):
             row.copy_(reduced)
 

@@ -533,6 +533,19 @@ def _reduce_amaxes(rank, store):
         with cgm.autocast(recipe=recipe):
             op(x, torch.tensor([4, 0])).sum().backward()
         assert op.recipe_state.amax_history["forward"][1, 0] == expected
+    recipe.reduce_amax = True
+    own = [dist.new_group([r]) for r in range(2)][rank]
+    for group, expected in ((own, 3.0 + 4 * rank), (dist.new_group([0, 1]), 7.0), (None, 7.0)):
+        for checkpointed in (False, True):
+            op.fuser.reset_recipe_state()
+            x = torch.full((4, 32), 3.0 + 4 * rank, dtype=BF16, requires_grad=True)
+            with cgm.autocast(recipe=recipe, amax_reduction_group=group):
+                y = cgm.checkpoint(op, x, torch.tensor([4, 0])) if checkpointed else op(x, torch.tensor([4, 0]))
+            with cgm.autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+                y.sum().backward()
+            assert op.recipe_state.amax_history["forward"][1, 0] == expected, (group, checkpointed)
+    with pytest.raises(TypeError, match="amax_reduction_group is 'data', allowed: None or a process group"):
+        cgm.autocast(recipe=recipe, amax_reduction_group="data")
     dist.destroy_process_group()
 
 
