@@ -126,6 +126,7 @@ def compile_many(
         todo.put(spec)
 
     workers: set[CompileWorker] = set()
+    interrupted = threading.Event()
 
     def work() -> None:
         worker: CompileWorker | None = None
@@ -141,6 +142,8 @@ def compile_many(
                             worker.close()
                         worker = CompileWorker(spec.arch)
                         workers.add(worker)
+                        if interrupted.is_set():  # whoever interrupted may have looked before it was there
+                            worker.kill()
                     done.put((spec, worker.compile(render(spec), out_dir / spec.name)))
                 except BaseException as error:  # handed to the caller's thread, which raises or reports it
                     done.put((spec, error))
@@ -149,10 +152,10 @@ def compile_many(
                 worker.close()
 
     threads = [threading.Thread(target=work) for _ in range(min(jobs or os.cpu_count() or 1, len(specs)))]
-    for thread in threads:
-        thread.start()
     results: dict[KernelSpec, Compiled | CompileError] = {}
     try:
+        for thread in threads:
+            thread.start()
         for _ in specs:
             spec, result = done.get()
             if not isinstance(result, Compiled | CompileError):
@@ -160,6 +163,7 @@ def compile_many(
             results[spec] = result
             progress(spec, result)
     except KeyboardInterrupt:
+        interrupted.set()
         _drain(todo)
         for started in tuple(workers):  # whoever interrupts does not wait for what they compile
             started.kill()
@@ -167,7 +171,8 @@ def compile_many(
     finally:
         _drain(todo)  # after an error: let the threads finish what they have, and no more
         for thread in threads:
-            thread.join()
+            if thread.is_alive():  # an interrupt may have come before it was started
+                thread.join()
     return {spec: results[spec] for spec in specs}
 
 
@@ -187,6 +192,7 @@ class CompileWorker:
         self.arch = arch
         self._timeout = timeout
         self._process: subprocess.Popen[str] | None = None
+        self._killed = False
 
     def __enter__(self) -> CompileWorker:
         return self
@@ -205,7 +211,8 @@ class CompileWorker:
             self._process = None
 
     def kill(self) -> None:
-        """End the process from another thread: what it compiles fails there."""
+        """End the process from another thread, for good: what it compiles fails there, and so does what comes later."""
+        self._killed = True  # first: a process that is being started is looked for in _ask
         process = self._process
         if process is not None:
             process.kill()
@@ -239,8 +246,11 @@ class CompileWorker:
         return Compiled(spec, source_path, object_path, link(object_path, out_dir / "kernel.so"), report)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._process is None:
+        if self._process is None and not self._killed:
             self._process = _start(self.arch)
+        if self._killed or self._process is None:  # before the process was there, or while it was being started
+            self.close()
+            return {"error": "compiling was interrupted"}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cute_grouped_mlp.codegen import compile
 from cute_grouped_mlp.codegen.compile import CompileWorker, compile_kernel, compile_many
 from cute_grouped_mlp.codegen.errors import ArtifactCorruptError, CompileError
 from cute_grouped_mlp.codegen.link import find_linker
@@ -18,6 +19,7 @@ from cute_grouped_mlp.codegen.resources import ResourceReport, read_report
 from cute_grouped_mlp.codegen.spec import Arch
 from cute_grouped_mlp.codegen.toolchain import RUNTIME_LIBRARY, runtime_library
 
+SLEEPY = "THREADS = 128\nimport time\ntime.sleep(5)"
 needs_linker = pytest.mark.skipif(find_linker() is None, reason="needs a C compiler")
 
 
@@ -145,6 +147,76 @@ def test_an_interrupt_does_not_wait_for_what_is_being_compiled(small, specs, tmp
         compile_many(renders, tmp_path, jobs=2, progress=interrupt)
     assert time.monotonic() - started < 100
     assert threading.active_count() == before
+
+
+def test_a_worker_that_was_killed_compiles_nothing_more(small, tmp_path, monkeypatch):
+    started = []
+
+    def start(arch):
+        started.append(real(arch))
+        worker.kill()  # what another thread may do before it sees the process
+        return started[0]
+
+    real = compile._start
+    monkeypatch.setattr(compile, "_start", start)
+    with CompileWorker(Arch.SM90A, timeout=60) as worker:
+        with pytest.raises(CompileError, match="compiling was interrupted"):
+            worker.compile(small(), tmp_path)
+        assert started[0].poll() is not None
+        with pytest.raises(CompileError, match="compiling was interrupted"):
+            worker.compile(small(), tmp_path)
+    assert len(started) == 1
+    with CompileWorker(Arch.SM90A, timeout=60) as worker:
+        worker.kill()
+        with pytest.raises(CompileError, match="compiling was interrupted"):
+            worker.compile(small(), tmp_path)
+    assert len(started) == 1
+
+
+def test_an_interrupt_reaches_a_worker_that_is_made_after_it(small, specs, tmp_path, monkeypatch):
+    """A thread has taken a kernel and has no worker yet when the interrupt comes."""
+    slow, first, killed = specs(1), threading.Event(), threading.Event()
+
+    class Late(CompileWorker):
+        def __init__(self, arch):
+            if first.is_set():
+                killed.wait(60)
+            first.set()
+            super().__init__(arch, timeout=20)
+
+    def drain(todo):
+        real(todo)
+        if drained:  # the second time, in `finally`: workers have been looked for
+            killed.set()
+        drained.append(todo)
+
+    def interrupt(spec, result):
+        raise KeyboardInterrupt
+
+    real, drained, started = compile._drain, [], []
+    monkeypatch.setattr(compile, "CompileWorker", Late)
+    monkeypatch.setattr(compile, "_drain", drain)
+    monkeypatch.setattr(compile, "render", small)
+    monkeypatch.setattr(compile, "_start", lambda arch, start=compile._start: started.append(arch) or start(arch))
+    with pytest.raises(KeyboardInterrupt):
+        compile_many([specs(0), slow], tmp_path, jobs=2, progress=interrupt)
+    assert killed.is_set()
+    assert len(started) == 1
+
+
+def test_an_interrupt_while_threads_are_started_leaves_none(small, specs, tmp_path, monkeypatch):
+    def start(thread):
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(thread)
+        real(thread)
+
+    real, begun = threading.Thread.start, []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(compile, "render", lambda spec: small(spec, "THREADS = 128", SLEEPY))
+    with pytest.raises(KeyboardInterrupt):
+        compile_many([specs(n) for n in range(4)], tmp_path, jobs=2)
+    assert not begun[0].is_alive()
 
 
 def test_compile_many_goes_on_after_a_failure(small, specs, tmp_path, monkeypatch):
