@@ -24,6 +24,7 @@ from .aot import MANIFEST, AotFolder, build_folder
 from .artifacts import CACHE_VARIABLE, Artifact, ArtifactStore
 from .catalog import default_catalog, find, use
 from .errors import ArtifactCorruptError, CompileError, GroupedMLPError
+from .interpreter import environment, module_command
 from .link import find_linker
 from .loading import load_callable
 from .render import render
@@ -294,10 +295,12 @@ def doctor() -> None:
     store = ArtifactStore()
     rows.append(("store", f"{store.root}{'' if store.refusal() is None else f', not used: {store.refusal()}'}"))
     # In a process of its own: a torch or a driver that crashes is a finding.
-    probe = subprocess.run([sys.executable, "-m", "cute_grouped_mlp.doctor"], capture_output=True, text=True)
     found: dict[str, Any] = {}
-    if probe.returncode == 0:
-        found = json.loads(probe.stdout)
+    try:
+        found = json.loads(_ask("cute_grouped_mlp.doctor"))
+    except GroupedMLPError as error:
+        rows.append(("torch", f"cannot be used: {error}"))
+    else:
         rows.append(("Python", found["python"]))
         build_ = f"built for CUDA {found['torch_cuda']}" if found["torch_cuda"] else "CPU build"
         rows.append(("torch", f"{found['torch']}, {build_}"))
@@ -306,9 +309,6 @@ def doctor() -> None:
             rows.append((f"GPU {index}", text.format(**gpu)))
         if not found["devices"]:
             rows.append(("GPU", f"none: {found['cuda_problem'] or 'torch sees no CUDA device'}"))
-    else:
-        last = (probe.stderr.strip() or f"exit code {probe.returncode}").splitlines()[-1]
-        rows.append(("torch", f"cannot be used: {last}"))
     table = Table(show_header=False, title="this machine")
     for name, value in rows:
         table.add_row(name, escape(value))
@@ -328,8 +328,8 @@ def doctor() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Train a small MoE language model next to plain torch; arguments are the example's (--help after --)."""
-    command = [sys.executable, "-m", "cute_grouped_mlp.examples.train_moe", *context.args]
-    raise typer.Exit(subprocess.run(command).returncode)
+    command = module_command("cute_grouped_mlp.examples.train_moe", *context.args)
+    raise typer.Exit(subprocess.run(command, env=environment()).returncode)
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -354,12 +354,19 @@ def _select(arch: Arch, recipe: str | None, pass_: Pass | None, activation: Acti
 
 def _of_recipe(arch: Arch, recipe: str) -> list[KernelSpec]:
     """Kernels of a recipe.  In a process of its own: recipes are the runtime's, which this package does not import."""
-    command = [sys.executable, "-m", "cute_grouped_mlp.recipe_catalog", *RECIPES[recipe], arch.value]
-    answer = subprocess.run(command, capture_output=True, text=True)
+    try:
+        answer = _ask("cute_grouped_mlp.recipe_catalog", *RECIPES[recipe], arch.value)
+    except GroupedMLPError as error:
+        raise GroupedMLPError(f"the kernels of {recipe} cannot be listed: {error}") from None
+    return [KernelSpec.from_dict(data) for data in json.loads(answer)]
+
+
+def _ask(module: str, *arguments: str) -> str:
+    """Return what a module prints that is run in a process of its own; raises with the last line of its error."""
+    answer = subprocess.run(module_command(module, *arguments), capture_output=True, text=True, env=environment())
     if answer.returncode:
-        last = (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1]
-        raise GroupedMLPError(f"the kernels of {recipe} cannot be listed: {last}")
-    return [KernelSpec.from_dict(data) for data in json.loads(answer.stdout)]
+        raise GroupedMLPError((answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1])
+    return answer.stdout
 
 
 def _find(name: str, arch: Arch | None = None) -> KernelSpec:

@@ -13,7 +13,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import CompileError
+from .errors import CompileError, GroupedMLPError
+from .interpreter import environment, script_command
 from .link import link
 from .render import Rendered, render
 from .resources import ResourceReport, read_report
@@ -30,10 +30,6 @@ from .spec import Arch, KernelSpec
 #: Seconds after which a compilation is given up; one takes 1 to 11.
 TIMEOUT = 600
 _WORKER = Path(__file__).with_name("worker.py")
-# -c puts the working directory in front of the module path: nothing may be imported from there.
-_BOOT = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; import runpy; runpy.run_path(sys.argv[1], None, '__main__')"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,18 +271,19 @@ class CompileWorker:
 
 def _start(arch: Arch) -> subprocess.Popen[str]:
     """Start a worker.  It inherits the environment less what would change the code that the DSL generates."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_") and k != "PYTHONWARNINGS"}
-    environment["CUTE_DSL_ARCH"] = arch.value
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
-    if not sys.executable:
-        raise CompileError("cannot compile: sys.executable is not set, so no worker process can be started")
+    variables = {k: v for k, v in environment().items() if not k.startswith("CUTE_DSL_") and k != "PYTHONWARNINGS"}
+    variables["CUTE_DSL_ARCH"] = arch.value
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        command = script_command(_WORKER)
+    except GroupedMLPError as error:
+        raise CompileError(f"cannot compile: {error}") from None
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, str(_WORKER)],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # each request has a log of its own
-        env=environment,
+        env=variables,
         text=True,
         start_new_session=True,  # an interrupt from the terminal is for us alone
     )

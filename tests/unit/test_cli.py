@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp.codegen import aot, cli, compile, generated
+from cute_grouped_mlp.codegen import aot, cli, compile, generated, interpreter
 from cute_grouped_mlp.codegen.artifacts import ArtifactStore
 from cute_grouped_mlp.codegen.catalog import default_catalog
 from cute_grouped_mlp.codegen.render import render
@@ -281,10 +281,35 @@ def test_doctor_survives_a_torch_that_does_not(run, monkeypatch):
 def test_demo_hands_arguments_and_the_exit_code_on(run, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        cli.subprocess, "run", lambda command: seen.append(command) or subprocess.CompletedProcess([], 7)
+        cli.subprocess, "run", lambda command, env: seen.append(command) or subprocess.CompletedProcess([], 7)
     )
     assert run("demo", "--steps", "3")[0] == 7
-    assert seen == [[sys.executable, "-m", "cute_grouped_mlp.examples.train_moe", "--steps", "3"]]
+    assert seen == [interpreter.module_command("cute_grouped_mlp.examples.train_moe", "--steps", "3")]
+
+
+@pytest.fixture
+def shadowed(tmp_path, monkeypatch):
+    """A working directory whose modules hide the standard library's from `python -m`."""
+    for name in ("json", "select", "argparse", "platform"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the working directory')\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_processes_import_nothing_from_the_working_directory(run, shadowed, monkeypatch):
+    code, out, error = run("list", "--recipe", "fp16")
+    assert (code, error) == (0, "")
+    assert "sm90a_fp16_" in out
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "cannot be used" not in out
+    code, out, _ = run("demo", "--", "--help")
+    assert code == 0
+    assert "train_moe.py" in out
+    monkeypatch.setattr(sys, "executable", "")
+    fails(run("list", "--recipe", "fp16"), "the kernels of fp16 cannot be listed: sys.executable is not set")
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "cannot be used: sys.executable is not set" in out
 
 
 def test_help_names_every_command():

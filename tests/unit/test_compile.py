@@ -76,6 +76,12 @@ def test_imports_nothing_from_the_working_directory(small, worker, tmp_path, mon
     assert worker.compile(small(), tmp_path / "out").report.registers
 
 
+def test_without_an_interpreter_nothing_is_compiled(small, worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(CompileError, match=r"cannot compile: sys\.executable is not set"):
+        worker.compile(small(), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line_of", "message"),
     [
