@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ from . import checks, kernels
 from .autocast import current_recipe
 from .channels import Routing
 from .config import settings
-from .errors import UnsupportedError
+from .errors import FusionError, UnsupportedError
 from .fuser import OperationFuser
 from .fusion import Rejection
 from .mlp import GroupedMLP
 from .op import BasicOperation, PlannedKernel
 from .ops.activation import ScaledActivation
-from .ops.grouped_linear import GroupedLinear
+from .ops.grouped_linear import GroupedLinear, take_buffers
 from .pipeline import Plan
 from .recipe import FLAG, fusion_flag, recipe_key
 from .recipe_state import Quantizers
@@ -166,16 +167,13 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         If a kernel met invalid split sizes in an earlier call since the last check: the device's status word is read
         (synchronises), and so are the split sizes.
     TypeError
-        If the module is none of the above, or the input is no tensor.
+        If the module is none of the above, arguments do not fit the call's signature, or the input is no tensor.
     """
     recipe = current_recipe() if recipe is _CURRENT else recipe
-    for option in ("op_kwargs", "is_first_microbatch"):
-        kwargs.pop(option, None)
-    x, extra, groups = _arguments(module, args, kwargs)
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"the input is {type(x).__name__}; allowed: a tensor")
+    arguments = _arguments(module, args, kwargs)
+    x, extra, groups = _inputs(module, arguments)
     kernels.provider().check_status(x.device)
-    problems = _problems(groups, x, extra)
+    problems = _problems(groups, x, extra, _keyword_problems(module, arguments))
     expected = sum(fuser.num_extra_inputs for fuser in groups)
     extra = [t if isinstance(t, torch.Tensor) else None for t in (*extra, *[None] * expected)][:expected]
     pipelines = []
@@ -198,29 +196,70 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     )
 
 
-def _arguments(
-    module: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, Sequence[Any], Sequence[OperationFuser]]:
-    """Return the input, the extra inputs and the fusers of a module."""
-    if isinstance(module, GroupedMLP):
-        x = args[0] if args else kwargs["x"]
-        return x, module.pipeline_inputs(*args, **kwargs), module.fusers
-    x = args[0] if args else kwargs["input"]
-    if isinstance(module, Sequential):
-        return x, args[1:], module.fusers
-    if isinstance(module, BasicOperation):
-        return x, args[1:], (module.fuser,)
-    if isinstance(module, OperationFuser):
-        return x, args[1:], (module,)
+def _arguments(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    called: Callable[..., Any]
+    for kind, called in (
+        (GroupedMLP, GroupedMLP.forward),
+        (Sequential, Sequential.forward),
+        (BasicOperation, BasicOperation.forward),
+        (OperationFuser, OperationFuser.__call__),
+    ):
+        if isinstance(module, kind):
+            try:
+                return inspect.signature(called).bind(module, *args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{type(module).__name__}: {error}") from None
     raise TypeError(f"explain takes a Sequential, a GroupedMLP, an operation or a fuser; got {type(module).__name__}")
 
 
-def _problems(fusers: Sequence[OperationFuser], x: torch.Tensor, extra: Sequence[Any]) -> tuple[str, ...]:
+def _inputs(module: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, Sequence[Any], Sequence[OperationFuser]]:
+    """Return the input, the extra inputs and the fusers of a module."""
+    x = arguments["x" if isinstance(module, GroupedMLP) else "input"]
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"the input is {type(x).__name__}; allowed: a tensor")
+    if isinstance(module, GroupedMLP):
+        return x, module.pipeline_inputs(x, arguments["split_sizes"], arguments.get("probs")), module.fusers
+    extra = arguments.get("extra_inputs", ())
+    if isinstance(module, Sequential):
+        return x, extra, module.fusers
+    return x, extra, (module if isinstance(module, OperationFuser) else module.fuser,)
+
+
+def _keyword_problems(module: Any, arguments: dict[str, Any]) -> list[str]:
+    """Say what is wrong with the keyword arguments of a call's operations."""
+    found = []
+    try:
+        for op, keywords in _keywords(module, arguments):
+            if isinstance(op, GroupedLinear):
+                take_buffers(op, keywords)
+    except (FusionError, IndexError, TypeError) as error:
+        found.append(f"the call would raise {type(error).__name__}: {error}")
+    return found
+
+
+def _keywords(module: Any, arguments: dict[str, Any]) -> list[tuple[BasicOperation, dict[str, Any]]]:
+    """Return the operations of a module, each with its keyword arguments in a call."""
+    if isinstance(module, BasicOperation):
+        return [(module, arguments.get("kwargs", {}))]
+    if isinstance(module, OperationFuser):
+        return list(zip(module.basic_ops, arguments.get("basic_op_kwargs") or (), strict=False))
+    by_op = module._kwargs_by_op(arguments.get("op_kwargs") or {})
+    first = arguments.get("is_first_microbatch")
+    if first is not None:  # of a GroupedMLP: its layers' own are overruled
+        by_op.update({id(op): {**by_op.get(id(op), {}), "is_first_microbatch": first} for op in (module[0], module[2])})
+    return [(op, by_op.get(id(op), {})) for fuser in module.fusers for op in fuser.basic_ops]
+
+
+def _problems(
+    fusers: Sequence[OperationFuser], x: torch.Tensor, extra: Sequence[Any], of_keywords: Sequence[str]
+) -> tuple[str, ...]:
     """Say what is wrong with the arguments of a call, of every operation whose input's shape is known."""
     expected = sum(fuser.num_extra_inputs for fuser in fusers)
     if len(extra) != expected:
-        return (f"the call would raise ShapeError: got {len(extra)} extra inputs, expected {expected}",)
+        return (f"the call would raise ShapeError: got {len(extra)} extra inputs, expected {expected}", *of_keywords)
     found: list[str] = []
+    warnings: list[str] = []
     at = 0
     for number, fuser in enumerate(fusers):
         routing = Routing(fuser.basic_ops)
@@ -232,10 +271,10 @@ def _problems(fusers: Sequence[OperationFuser], x: torch.Tensor, extra: Sequence
         for index, (op, of_op) in enumerate(zip(fuser.basic_ops, slots, strict=True)):
             if current is None:
                 break
-            problems, warnings, current = _of_operation(op, current, of_op)
+            problems, of_sizes, current = _of_operation(op, current, of_op)
             found += [f"the call would raise ShapeError: {type(op).__name__}({index}): {p}" for p in problems]
-            found += warnings
-    return tuple(dict.fromkeys(found))
+            warnings += [] if found else of_sizes  # of a wrong input nobody knows how many rows were meant
+    return tuple(dict.fromkeys([*of_keywords, *found, *warnings]))
 
 
 def _of_operation(
@@ -251,7 +290,10 @@ def _of_operation(
     autocast = kernels.autocast_dtype(device)
     dtype = autocast or op.weights()[0].dtype
     given = x if autocast is None else torch.empty((), dtype=dtype, device=x.device).expand(x.shape)
-    problems, warnings = op.input_problems(given, extra, dtype), []
+    problems = op.input_problems(given, extra, dtype)
+    warnings: list[str] = []
+    if x.dim() < 2:  # no rows that the next one could get
+        return problems, warnings, None
     sizes, rows = extra[0], x.shape[:-1].numel()
     if not checks.splits_problems(sizes, op.num_groups, device) and not sizes.is_meta:
         values = sizes.tolist()

@@ -95,6 +95,73 @@ def test_split_sizes_that_do_not_fit_are_named(ref, sizes, least, total):
         module(x, torch.tensor(sizes), probs)
 
 
+@pytest.mark.parametrize("x", [torch.tensor(1.0).bfloat16(), torch.ones(H).bfloat16(), torch.ones(T, 8).bfloat16()])
+def test_a_wrong_input_is_named_alone(ref, x):
+    """How many rows it was meant to have is not known: nothing is said of what would have to fit them."""
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    explanation = cgm.explain(module, x, torch.tensor([20, 20]), torch.rand(T))
+    text = f"input has shape {tuple(x.shape)}, allowed: (tokens, 16) or more leading dimensions"
+    assert explanation.problems == (f"the call would raise ShapeError: GroupedLinear(0): {text}",)
+    with pytest.raises(cgm.ShapeError) as error:
+        module(x, torch.tensor([20, 20]), torch.rand(T))
+    assert text in str(error.value)
+
+
+def wrong_keywords():
+    yield {"is_first_microbatch": 1}, TypeError, "is_first_microbatch is 1; allowed: True, False, None"
+    yield {"op_kwargs": {2: {"is_first_microbatch": 0}}}, TypeError, "is_first_microbatch is 0; allowed"
+    yield {"op_kwargs": {0: {"out": None}}}, TypeError, "grad_input and is_first_microbatch, got out"
+    yield {"op_kwargs": {7: {}}}, IndexError, "list index out of range"
+    yield {"op_kwargs": {cgm.ScaledSwiGLU(): {}}}, cgm.FusionError, "not a basic operation of this Sequential"
+
+
+@pytest.mark.parametrize(("keywords", "error", "text"), list(wrong_keywords()), ids=[t for *_, t in wrong_keywords()])
+@pytest.mark.parametrize("fused", [True, False])
+def test_keywords_that_the_call_refuses_are_named_beside_the_plan(ref, keywords, error, text, fused):
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    with cgm.settings.override(fuse=fused):
+        explanation = cgm.explain(module, *args(), **keywords)
+        (problem,) = explanation.problems
+        assert problem.startswith(f"the call would raise {error.__name__}: ")
+        assert text in problem
+        assert explanation.fused == fused
+        with pytest.raises(error) as raised:
+            module(*args(), **keywords)
+        assert str(raised.value) == problem.split(": ", 1)[1]
+
+
+def test_keywords_of_other_modules(ref):
+    op = cgm.GroupedLinear(G, H, F, dtype=torch.bfloat16)
+    x, sizes, _ = args()
+    text = "the call would raise TypeError: is_first_microbatch is 1; allowed: True, False, None"
+    keywords = {"is_first_microbatch": 1}
+    assert cgm.explain(op, x, sizes, **keywords).problems == (text,)
+    assert cgm.explain(op.fuser, x, sizes, basic_op_kwargs=[keywords]).problems == (text,)
+    assert cgm.explain(cgm.Sequential(op), x, sizes, op_kwargs={op: keywords}).problems == (text,)
+    mlp = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    for right in ({"is_first_microbatch": True}, {"is_first_microbatch": False, "op_kwargs": {0: keywords}}):
+        assert cgm.explain(mlp, *args(), **right).problems == ()
+        mlp(*args(), **right)
+
+
+def test_arguments_that_do_not_fit_the_call(ref):
+    mlp = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    x, sizes, probs = args()
+    for module, given, named, text in (
+        (mlp, (), {}, "GroupedMLP: missing a required argument: 'x'"),
+        (mlp, (x,), {}, "GroupedMLP: missing a required argument: 'split_sizes'"),
+        (mlp, (x, sizes, probs), {"first": True}, "GroupedMLP: got an unexpected keyword argument 'first'"),
+        (cgm.Sequential(mlp[0]), (), {}, "Sequential: missing a required argument: 'input'"),
+        (mlp[0], (), {}, "GroupedLinear: missing a required argument: 'input'"),
+        (mlp.fuser, (), {}, "OperationFuser: missing a required argument: 'input'"),
+        (torch.nn.Linear(1, 1), (), {}, "got Linear"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            cgm.explain(module, *given, **named)
+        with pytest.raises((TypeError, cgm.ShapeError)):
+            module(*given, **named)
+
+
 def test_right_arguments_have_no_problems(ref):
     assert cgm.explain(cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16), *args()).problems == ()
     with torch.autocast("cpu", dtype=torch.bfloat16):
