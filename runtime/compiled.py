@@ -242,7 +242,7 @@ def _(
     needs = choice & (1 << _BITS) - 1
     z = x.new_empty(x.shape[0], w1.shape[1]) if needs & NEED_Z else x.new_empty(0)
     a = x.new_empty(x.shape[0], w2.shape[2]) if _keeps_a(needs) else x.new_empty(0)
-    return torch.empty_like(x), z, a
+    return x.new_empty(x.shape), z, a
 
 
 @torch.library.custom_op("cute_grouped_mlp::mlp_backward", mutates_args=())

@@ -147,7 +147,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
     ) -> tuple[torch.Tensor, Sequence[Tensors]]:
         """Two launches, and before each the quantising of its operands."""
         ctx = basic_op_ctxs[0]
-        states = self._states()
+        states = self._states(basic_op_ctxs)
         given = quantized_of(input_)
         if given is not None and given.quantizer.has_alpha and not self._alphas[0]:
             states = None  # quantised to another format than the recipe's: with a factor that these kernels do not take
@@ -269,9 +269,9 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             self._require_fresh()
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._dtype))
 
-    def _states(self) -> tuple[RecipeState, RecipeState] | None:
+    def _states(self, contexts: Sequence[OperationContext]) -> tuple[RecipeState, RecipeState] | None:
         """Return the quantisation states of both layers; None if kernels cannot take what their quantisers make."""
-        states = self._fc1.recipe_state, self._fc2.recipe_state
+        states = contexts[0].recipe_state, contexts[2].recipe_state
         if states[0] is None or states[1] is None:
             return None
         made = states[0].quantizers, states[1].quantizers

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, PlannedKernel, StalePlan, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct
 from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
-from .recipe_state import state_key
+from .recipe_state import RecipeState, state_key, states_lock
 
 logger = logging.getLogger("cute_grouped_mlp")
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -141,9 +140,9 @@ class OperationFuser:
         self.hooked = [(i, op) for i, op in enumerate(self.basic_ops) if _overrides(op, "pre_fuser_forward")]
         self._stamped = [op for op in self.basic_ops if op.fuser_stamp() is not None]
         self._no_kwargs: list[dict[str, Any]] = [{} for _ in self.basic_ops]
+        self._no_states: tuple[RecipeState | None, ...] = (None,) * len(self.basic_ops)
         # Replaced as a whole: a thread sees either the old stamp with its plans or the new one with its own.
         self._plans = Plans(None, (), ())
-        self._lock = threading.RLock()
         self._state_key: tuple[Any, ...] | None = None
         self._reported: set[str] = set()
         # What torch.compile's graphs refer to: numbers of fusers, and the fused operations that they chose.
@@ -186,6 +185,8 @@ class OperationFuser:
         input: torch.Tensor,
         extra_inputs: Sequence[torch.Tensor | None],
         basic_op_kwargs: Sequence[dict[str, Any]] | None,
+        *,
+        again: bool = False,
     ) -> Any:
         """Do what a call does, outside of ``torch.compile``'s graphs."""
         if len(extra_inputs) != self.num_extra_inputs:
@@ -198,49 +199,34 @@ class OperationFuser:
         recipe = in_force.recipe
         plan = self.select(recipe, boundary, input, params)
         self.last_plan = plan
-        quantizes = plan.state_key[0] != "high_precision"
-        if quantizes:  # no other thread's recipe may reset the states before this call's forward has taken them
-            self._lock.acquire()
+        states = self._no_states
+        if plan.state_key[0] != "high_precision":
+            states = self._take_states(recipe, plan.state_key)
+        elif plan.state_key != self._state_key:
+            self._reset_states(recipe, plan.state_key)
+        for index, op in self.hooked:
+            op.pre_fuser_forward(requires_grad=index >= boundary)
         try:
-            if plan.state_key != self._state_key:
-                self._reset_states(recipe, plan.state_key)
-            if quantizes:
-                for basic_op in self.basic_ops:
-                    if basic_op.recipe_state is not None:
-                        basic_op.recipe_state.amax_reduction_group = in_force.amax_reduction_group
-            for index, op in self.hooked:
-                op.pre_fuser_forward(requires_grad=index >= boundary)
             if plan.direct is None or basic_op_kwargs:
-                result = self._run_pipeline(plan, input, params, extra_inputs, basic_op_kwargs, x_requires_grad)
+                kwargs = self._no_kwargs if basic_op_kwargs is None else basic_op_kwargs
+                counts = [len(op.fuser_parameters()) for op in self.basic_ops]
+                call = Call(plan, self.basic_ops, self._routing, kwargs, counts, x_requires_grad, states)
+                if boundary < len(self.basic_ops):
+                    result = Pipeline.apply(input, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+                else:
+                    result = Pipeline.forward(None, input, call, *params, *extra_inputs)
             elif boundary < len(self.basic_ops):
                 result = run_direct(plan.direct, input, params, extra_inputs)
             else:
                 result = plan.direct.direct_forward((), input, (*params, *extra_inputs))[0]
         except StalePlan:
+            if again:
+                raise
             self._plans.expire()
-            return self.run(input, extra_inputs, basic_op_kwargs)
-        finally:
-            if quantizes:
-                self._lock.release()
+            return self.run(input, extra_inputs, basic_op_kwargs, again=True)
         if settings.debug_checks:
             kernels.provider().check_status(input.device)
         return result
-
-    def _run_pipeline(
-        self,
-        plan: Plan,
-        x: torch.Tensor,
-        params: list[torch.nn.Parameter],
-        extra_inputs: Sequence[torch.Tensor | None],
-        basic_op_kwargs: Sequence[dict[str, Any]] | None,
-        x_requires_grad: bool,
-    ) -> Any:
-        counts = [len(op.fuser_parameters()) for op in self.basic_ops]
-        kwargs = self._no_kwargs if basic_op_kwargs is None else basic_op_kwargs
-        call = Call(plan, self.basic_ops, self._routing, kwargs, counts, x_requires_grad)
-        if plan.key[1] < len(self.basic_ops):
-            return Pipeline.apply(x, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
-        return Pipeline.forward(None, x, call, *params, *extra_inputs)
 
     def boundary(self, x_requires_grad: bool, extra_inputs: Sequence[torch.Tensor | None]) -> int:
         """Return the index of the first operation that needs a backward.
@@ -349,14 +335,14 @@ class OperationFuser:
         key = (text, boundary)
         plan = plans.cache.get(key)
         if plan is None:
-            with self._lock:
+            with states_lock:
                 plan = plans.cache.peek(key) or plans.cache.put(key, self._make(key, recipe))
         plans.last = plan
         return plan
 
     def _new_plans(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> Plans:
         """Start an empty cache for a new stamp; the counters go on."""
-        with self._lock:
+        with states_lock:
             old = self._plans
             if not old.fit(x, params, self._stamped):
                 self._plans = Plans(x, params, self._stamped)
@@ -411,7 +397,7 @@ class OperationFuser:
 
     def plan_cache_clear(self) -> None:
         """Forget every plan and reset the counters."""
-        with self._lock:
+        with states_lock:
             self._plans = Plans(None, (), ())
 
     # Recipe state -----------------------------------------------------------------------------------------------------
@@ -424,14 +410,26 @@ class OperationFuser:
         recipe
             The recipe to make it for; by default the next call's.
         """
-        for op in self.basic_ops:
-            op.forget_recipe_state()
-        self._state_key = None
-        if recipe is not None:
-            self._reset_states(recipe, self._key_of(recipe))
+        with states_lock:
+            for op in self.basic_ops:
+                op.forget_recipe_state()
+            self._state_key = None
+            if recipe is not None:
+                self._reset_states(recipe, self._key_of(recipe))
+
+    def _take_states(self, recipe: Any, key: tuple[Any, ...]) -> tuple[RecipeState | None, ...]:
+        """Return the operations' states under a recipe, made anew if they are not."""
+        with states_lock:
+            if key != self._state_key:
+                self._reset_states(recipe, key)
+            states = tuple(op.recipe_state for op in self.basic_ops)
+            for state in states:
+                if state is not None:
+                    state.amax_reduction_group = in_force.amax_reduction_group
+            return states
 
     def _reset_states(self, recipe: Any, key: tuple[Any, ...]) -> None:
-        with self._lock:
+        with states_lock:
             if self._state_key is None:
                 for op in self.basic_ops:
                     op.pre_first_fuser_forward()

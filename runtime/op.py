@@ -16,7 +16,7 @@ import torch
 from .codegen.spec import KernelSpec
 from .config import settings
 from .errors import FusionError
-from .recipe_state import Quantizers, RecipeState, make_quantizers, make_recipe_state
+from .recipe_state import Quantizers, RecipeState, make_quantizers, make_recipe_state, states_lock
 
 if TYPE_CHECKING:
     from .fuser import OperationFuser
@@ -42,12 +42,13 @@ class OperationContext:
         In backward: what forward passed to :meth:`save_for_backward`.
     records_amax : bool
         Whether any operation of the pipeline has a backward: only then do amaxes count for delayed scaling.
-    quantizes : bool
-        Whether the call's recipe quantises.  If not, the operation's state is that of another call.
+    recipe_state : RecipeState or None
+        The operation's quantisation state under the call's recipe; None: the call does not quantise.  Not read from the
+        operation, where a thread with another recipe may have replaced it.
     """
 
     records_amax = True
-    quantizes = True
+    recipe_state: RecipeState | None = None
     quantizers: Quantizers | None = None  # in planned_kernels only
     to_save: Tensors = ()
     saved_tensors: Tensors = ()
@@ -307,7 +308,9 @@ class BasicOperation(FusibleOperation):
         if self._lone_fuser is None:
             from .fuser import OperationFuser
 
-            self._lone_fuser = OperationFuser([self])
+            with states_lock:  # of several threads that call it first one makes it
+                if self._lone_fuser is None:
+                    self._lone_fuser = OperationFuser([self])
         return self._lone_fuser
 
     def _require_no_extras(self, method: str) -> None:
@@ -394,15 +397,16 @@ class BasicOperation(FusibleOperation):
         recipe
             The recipe to make it for; None: no quantisation.
         """
-        for fuser in self._state_fusers or ():
-            fuser.expire_state()
-        previous = self._recipe_state or self._parked_state
-        self._recipe_state = make_recipe_state(recipe, self, previous)
-        self._parked_state = previous if self._recipe_state is None else None
-        made = self._recipe_state
-        if made is not None and self._loaded_state and self._loaded_state.keys() <= made.state_dict().keys():
-            made.load_state_dict(self._loaded_state)
-            self._loaded_state = {}
+        with states_lock:
+            for fuser in self._state_fusers or ():
+                fuser.expire_state()
+            previous = self._recipe_state or self._parked_state
+            self._recipe_state = make_recipe_state(recipe, self, previous)
+            self._parked_state = previous if self._recipe_state is None else None
+            made = self._recipe_state
+            if made is not None and self._loaded_state and self._loaded_state.keys() <= made.state_dict().keys():
+                made.load_state_dict(self._loaded_state)
+                self._loaded_state = {}
 
     def make_quantizers(self, recipe: Any) -> Quantizers | None:
         """Return new quantisers under a recipe, or None where nothing is quantised.
@@ -422,18 +426,25 @@ class BasicOperation(FusibleOperation):
         recipe
             The recipe in force, or None.
         """
-        if self._recipe_state is not None and any(f.holds_state_of(recipe) for f in self._state_fusers or ()):
-            return self._recipe_state.quantizers
+        with states_lock:
+            if self._recipe_state is not None and any(f.holds_state_of(recipe) for f in self._state_fusers or ()):
+                return self._recipe_state.quantizers
         return self.make_quantizers(recipe)
 
     def forget_recipe_state(self) -> None:
         """Drop the quantisation state and what an earlier one would hand over."""
-        self.reset_recipe_state(recipe=None)
-        self._parked_state = None
+        with states_lock:
+            self.reset_recipe_state(recipe=None)
+            self._parked_state = None
 
-    def update_recipe_state(self) -> None:
-        """Advance the recipe state; called once at the end of each backward."""
-        state = self._recipe_state or self._parked_state  # an unquantised call may have come since forward
+    def update_recipe_state(self, state: RecipeState | None) -> None:
+        """Advance a recipe state; called once at the end of each backward.
+
+        Parameters
+        ----------
+        state
+            The one that forward ran with.
+        """
         if state is not None:
             state.update()
 

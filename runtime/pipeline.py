@@ -14,6 +14,7 @@ from .config import settings
 from .errors import FusionError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Tensors
+from .recipe_state import RecipeState
 
 _in_functorch = torch._C._are_functorch_transforms_active
 _unwrapped = torch._C._functorch.unwrap_if_dead
@@ -55,7 +56,7 @@ class Plan:
 class Call:
     """Everything that one run of a pipeline needs besides its tensors."""
 
-    __slots__ = ("counts", "kwargs", "ops", "plan", "routing", "x_requires_grad")
+    __slots__ = ("counts", "kwargs", "ops", "plan", "routing", "states", "x_requires_grad")
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Call:
         kwargs: Sequence[dict[str, Any]],
         counts: list[int],
         x_requires_grad: bool,
+        states: Sequence[RecipeState | None],
     ) -> None:
         self.plan = plan
         self.ops = ops
@@ -72,6 +74,7 @@ class Call:
         self.kwargs = kwargs
         self.counts = counts
         self.x_requires_grad = x_requires_grad
+        self.states = states
 
 
 class Pipeline(torch.autograd.Function):
@@ -83,9 +86,8 @@ class Pipeline(torch.autograd.Function):
         plan, ops, routing = call.plan, call.ops, call.routing
         boundary = plan.key[1]
         contexts = make_contexts(len(ops), boundary, call.x_requires_grad)
-        if plan.state_key[0] == "high_precision":
-            for context in contexts:
-                context.quantizes = False
+        for context, state in zip(contexts, call.states, strict=True):
+            context.recipe_state = state
         extra_inputs = routing.distribute(tensors[len(tensors) - len(routing.inputs) :])
         extra_outputs: dict[int, Sequence[torch.Tensor | None]] = {}
 
@@ -173,8 +175,9 @@ class Pipeline(torch.autograd.Function):
                 )
             flat += op_grads
         if call.plan.state_key[0] != "high_precision":
-            for updated in ops:  # also of operations without a backward: their inputs and weights are quantised
-                updated.update_recipe_state()
+            # Also of operations without a backward: their inputs and weights are quantised
+            for updated, state in zip(ops, call.states, strict=True):
+                updated.update_recipe_state(state)
         if settings.debug_checks:
             kernels.provider().check_status(grad.device)
         return (grad_input, None, *flat, *[input_grads[index][slot] for index, slot in routing.inputs])

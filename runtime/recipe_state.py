@@ -7,6 +7,7 @@ Quantisers are made then and never again: a setting that is changed later takes 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +72,11 @@ class Quantizers:
     def __iter__(self) -> Iterator[Quantizer | None]:
         """All of them."""
         return itertools.chain.from_iterable(self.by_mode.values())
+
+
+#: Held while plans are made, and while states are replaced or taken by a call, so that it gets those of its own recipe.
+#: One for all: an operation may be in several pipelines.  Never held while operations run.
+states_lock = threading.RLock()
 
 
 class RecipeState:

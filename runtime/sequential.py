@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 #: Containers that are alive, by number: torch.compile passes constants to what runs while it traces.
 by_number: weakref.WeakValueDictionary[int, Sequential] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_grouping = threading.RLock()
 
 
 class Sequential(torch.nn.Module):
@@ -120,23 +122,25 @@ class Sequential(torch.nn.Module):
 
     def module_groups(self) -> list[OperationFuser | torch.nn.Module]:
         """Return the modules with neighbouring operations grouped; made anew after any change of the modules."""
-        modules = tuple(self._modules.values())
-        if modules == self._grouped:
-            return self._groups
-        groups: list[OperationFuser | torch.nn.Module] = []
-        run: list[FusibleOperation] = []
-        for module in (*modules, None):
-            if isinstance(module, FusibleOperation):
-                run.append(module)
-                continue
-            if run:
-                groups.append(OperationFuser(run))
-                run = []
-            if module is not None:
-                groups.append(module)
-        self._groups, self._grouped = groups, modules
-        self._num_extra_inputs = sum(g.num_extra_inputs for g in groups if isinstance(g, OperationFuser))
-        return groups
+        with _grouping:  # of several threads that call a module first one makes its fusers
+            modules = tuple(self._modules.values())
+            if modules == self._grouped:
+                return self._groups
+            groups: list[OperationFuser | torch.nn.Module] = []
+            run: list[FusibleOperation] = []
+            for module in (*modules, None):
+                if isinstance(module, FusibleOperation):
+                    run.append(module)
+                    continue
+                if run:
+                    groups.append(OperationFuser(run))
+                    run = []
+                if module is not None:
+                    groups.append(module)
+            self._num_extra_inputs = sum(g.num_extra_inputs for g in groups if isinstance(g, OperationFuser))
+            self._groups = groups
+            self._grouped = modules
+            return groups
 
     @property
     def fusers(self) -> tuple[OperationFuser, ...]:

@@ -336,7 +336,7 @@ class GroupedLinear(BasicOperation):
         assert sizes is not None
         x = x.reshape(-1, self.in_features)
         b, rows = None if bias is None else bias.to(dtype), None if scale is None else scale.reshape(-1)
-        shape, state = self.shape(dtype), (self._recipe_state if ctx.quantizes else None)
+        shape, state = self.shape(dtype), ctx.recipe_state
         of_weight = any(p.requires_grad for p in self.weights())
         of_scale = scale is not None and scale.requires_grad
         saved: Tensors

@@ -215,11 +215,14 @@ def test_e10_bad_splits_are_reported():
         compiled(module, fullgraph=True)(x, torch.tensor([T, T, T]), probs)
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("options", [{}, {"bias": True, "scale_bias": True}], ids=str)
-def test_e10_opcheck(options):
+def test_e10_opcheck(options, layout):
     """torch.library.opcheck: schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
     module = make(**options)
     x, sizes, probs = inputs()
+    if layout == "columns":
+        x = x.detach().t().contiguous().t().requires_grad_()
     step(compiled(module, fullgraph=True), module, x, sizes, probs)
     fuser, (fc1, _, fc2) = module.fuser, module.fuser.basic_ops
     ((index, op),) = fuser.compiled.items()

@@ -7,6 +7,7 @@ import torch
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
+from cute_grouped_mlp.op import StalePlan
 from cute_grouped_mlp.pipeline import make_contexts
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
@@ -109,6 +110,20 @@ def test_a_stale_plan_is_made_again_and_the_call_runs_once():
     y = module(x.half(), sizes, probs)
     assert y.dtype is torch.float16
     assert module.fuser.plan_cache_info().misses == planned + 1
+
+
+def test_a_plan_that_never_fits_is_an_error(monkeypatch):
+    module = module_of()
+    runs = []
+
+    def refuse(*arguments):
+        runs.append(arguments)
+        raise StalePlan("never fits")
+
+    monkeypatch.setattr(cgm.FusedGroupedMLP, "direct_forward", refuse)
+    with pytest.raises(StalePlan, match="never fits"):
+        module(*inputs_of())
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("weights", ["packed", "list"])
