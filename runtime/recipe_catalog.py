@@ -50,11 +50,15 @@ class _Target(kernels.KernelCache):
 
 
 def recipe_catalog(recipe: Any, numerics: str = "bf16", arch: Arch = Arch.SM90A) -> tuple[KernelSpec, ...]:
-    """Every kernel that a step of the fused grouped MLP launches under a recipe, whatever the shapes.
+    """Every kernel that a step of the fused grouped MLP in its default settings launches, whatever the shapes.
 
     Not written down but asked: modules of a sweep of shapes are planned as :func:`explain` plans them, with the
     settings of the default catalog (activation, order of FC1's rows, types of probs, no bias).  Gradients of x, of
     probs and of both weights are wanted, or none: forward alone.
+
+    So some may be missing for bias, other activations, ``glu_interleave_size=32``, probs in fp16, weight gradients
+    into an fp32 ``main_grad`` or added to one of any type (``accumulate_into_main_grad``), and steps that leave out
+    gradients of probs or of weights.
 
     Parameters
     ----------
