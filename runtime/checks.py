@@ -57,6 +57,8 @@ def buffer_problems(
     name: str, t: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> list[str]:
     """Say what is wrong with a caller's buffer for an output."""
+    if not isinstance(t, torch.Tensor):
+        return [f"{name} is {type(t).__name__}, allowed: a tensor of shape {tuple(shape)}"]
     problems = []
     if tuple(t.shape) != tuple(shape):
         problems.append(f"{name} has shape {tuple(t.shape)}, the result has {tuple(shape)}")

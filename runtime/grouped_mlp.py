@@ -398,7 +398,9 @@ class FusedGroupedMLP(FusedOperation):
         if not any(kwargs):
             return None, None
         first, last = take_buffers(self._fc1, kwargs[0]), take_buffers(self._fc2, kwargs[2])
-        if first["output"] is not None or last["grad_input"] is not None or kwargs[1]:
+        if kwargs[1]:
+            raise TypeError(f"{type(self._activation).__name__} takes no keywords, got {', '.join(sorted(kwargs[1]))}")
+        if first["output"] is not None or last["grad_input"] is not None:
             raise ShapeError(f"{NAME}: buffers between the fused operations would never be written")
         return last["output"], first["grad_input"]
 

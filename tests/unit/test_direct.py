@@ -155,3 +155,15 @@ def test_arguments_that_are_no_tensors(ref, monkeypatch, kernels_run, grad):
             module(x, sizes, 0.5)
         with pytest.raises(TypeError, match="is_first_microbatch is 'yes'; allowed: True, False, None"):
             module(x, sizes, probs, is_first_microbatch="yes")
+
+
+@pytest.mark.parametrize("kernels_run", [True, False])
+def test_keywords_and_buffers_that_operations_refuse(ref, monkeypatch, kernels_run):
+    if not kernels_run:
+        monkeypatch.setattr(type(ref), "unsupported", lambda self, device: ("none here",))
+    module = module_of()
+    x, sizes, probs = inputs_of()
+    with pytest.raises(TypeError, match="ScaledActivation takes no keywords, got gain, limit"):
+        module(x, sizes, probs, op_kwargs={1: {"limit": 1, "gain": 2}})
+    with pytest.raises(cgm.ShapeError, match=r"output is int, allowed: a tensor of shape \(40, 16\)"):
+        module(x, sizes, probs, op_kwargs={2: {"output": 3}})
