@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -108,3 +108,9 @@ def first_microbatch(value: bool | None) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise TypeError(f"is_first_microbatch is {value!r}; allowed: True, False, None")
+
+
+def no_keywords(operation: str, keywords: Mapping[str, object]) -> None:
+    """Raise TypeError if an operation that takes no keyword arguments got some."""
+    if keywords:
+        raise TypeError(f"{operation} takes no keywords, got {', '.join(sorted(keywords))}")

@@ -35,6 +35,7 @@ from .step import (
     NEED_X,
     NEED_Z,
     NO_OUTPUTS,
+    MainGrad,
     Saved,
     StepKernels,
     Variant,
@@ -104,7 +105,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         """
         return {role: on_quantized(spec, self._alphas) for role, spec in super().step_specs(variant).items()}
 
-    def _wgrad_spec(self, spec: KernelSpec, main_grad: tuple[torch.dtype, bool] | None) -> KernelSpec:
+    def _wgrad_spec(self, spec: KernelSpec, main_grad: MainGrad) -> KernelSpec:
         return on_quantized(super()._wgrad_spec(spec, main_grad), self._alphas)
 
     def planned_kernels(
@@ -169,7 +170,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             saved = Saved(step, needs, len(x), input_.shape, grad_input, like_of(probs), like_of(scale))
             ctx.saved = EmulatedSaved(saved, states)
         if step is not None:
-            with self._guard:
+            with kernels.device_guard(self._device):
                 tensors = self._launch(
                     step,
                     states,
@@ -301,7 +302,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if saved.base.step is None:
             grads = self._backward_of_nothing(saved.base, dy)
         else:
-            with self._guard:
+            with kernels.device_guard(self._device):
                 grads = self._launch_emulated_backward(
                     saved, saved.base.step, kernels.launchable(dy), quantized_of(grad_output), ctx.saved_tensors
                 )
@@ -367,7 +368,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             main_grad = None if out is None else (out.dtype, accumulate)
             if step.main_grads[layer - 1] != main_grad:
                 launch, ctas = self._wgrad_kernel(layer, saved.tokens, main_grad)
-            with self._guard:
+            with kernels.device_guard(self._device):
                 launch(*operands, dw, step.status, ctas)
             return dw
 

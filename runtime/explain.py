@@ -233,6 +233,8 @@ def _keyword_problems(module: Any, arguments: dict[str, Any]) -> list[str]:
         for op, keywords in _keywords(module, arguments):
             if isinstance(op, GroupedLinear):
                 take_buffers(op, keywords)
+            elif isinstance(op, ScaledActivation):
+                checks.no_keywords(type(op).__name__, keywords)
     except (FusionError, IndexError, TypeError) as error:
         found.append(f"the call would raise {type(error).__name__}: {error}")
     return found

@@ -34,6 +34,8 @@ from .step import (
     NEED_Z,
     NO_OUTPUTS,
     Like,
+    MainGrad,
+    MainGrads,
     Saved,
     StepKernels,
     Variant,
@@ -74,12 +76,11 @@ class FusedGroupedMLP(FusedOperation):
         self._width = fc1.out_features
         self._device = fc1.fuser_parameters()[0].device
         self._index = fc1.fuser_parameters()[0].get_device()  # compares faster; -1 off CUDA, where no kernel runs
-        self._guard = kernels.device_guard(self._device)
-        self._guarded = self._guard is not kernels.NO_GUARD  # entering one that does nothing takes time, too
         self._provider = kernels.provider()
         self._arch = self._provider.arch(self._device)
         self._sizes_shape = torch.Size((self._groups,))
         self._tables: dict[tuple[Any, ...], StepKernels] = {}
+        self._wgrads: dict[tuple[int, Variant], tuple[Launch, int]] = {}
         self._needs: dict[tuple[bool, ...], int] = {}
 
     # Kernels ----------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class FusedGroupedMLP(FusedOperation):
             backward=backward,
         )
 
-    def _wgrad_spec(self, spec: KernelSpec, main_grad: tuple[torch.dtype, bool] | None) -> KernelSpec:
+    def _wgrad_spec(self, spec: KernelSpec, main_grad: MainGrad) -> KernelSpec:
         if main_grad is None:
             return spec
         dtype, accumulate = main_grad
@@ -152,7 +153,7 @@ class FusedGroupedMLP(FusedOperation):
 
     def _kernels(self, tokens: int, probs: torch.Tensor | None, scale: torch.Tensor | None, needs: int) -> StepKernels:
         """Return the kernels of a step, all made ready before the first is launched."""
-        main_grads: Any = _NO_MAIN_GRADS
+        main_grads: MainGrads = _NO_MAIN_GRADS
         if self._fc1.accumulate_into_main_grad or self._fc2.accumulate_into_main_grad:
             main_grads = (_main_grad(self._fc1), _main_grad(self._fc2))
         key = (
@@ -172,36 +173,27 @@ class FusedGroupedMLP(FusedOperation):
             found = self._tables.setdefault(key, StepKernels.of(needs, specs, launches, main_grads, status))
         return found
 
-    def _wgrad_kernel(self, layer: int, tokens: int, main_grad: tuple[torch.dtype, bool] | None) -> tuple[Launch, int]:
+    def _wgrad_kernel(self, layer: int, tokens: int, main_grad: MainGrad) -> tuple[Launch, int]:
         """Return the wgrad kernel of layer 1 or 2 alone."""
-        role = _WGRADS[layer]
         variant = Variant(kernels.rows_bucket(tokens, self._groups), None, None, 0, (main_grad, main_grad))
-        key = (role, variant)
-        found = self._tables.get(key)
+        found = self._wgrads.get((layer, variant))
         if found is None:
-            spec = self._wgrad_spec(getattr(self._select(variant, backward=True), role), main_grad)
+            spec = self._wgrad_spec(getattr(self._select(variant, backward=True), _WGRADS[layer]), main_grad)
             self._provider.prepare([spec], self._device)
-            launches = {role: (self._provider.get(spec), kernels.grid(spec, self._provider.sm_count(self._device)))}
-            status = self._provider.status(self._device)
-            specs = {role: spec}
-            found = self._tables.setdefault(key, StepKernels.of(0, specs, launches, variant.main_grads, status))
-        return found.launches[role]
+            launch = self._provider.get(spec), kernels.grid(spec, self._provider.sm_count(self._device))
+            found = self._wgrads.setdefault((layer, variant), launch)
+        return found
 
     def needs(
         self, contexts: Sequence[OperationContext], probs: torch.Tensor | None, scale: torch.Tensor | None
     ) -> int:
         """Return the NEED_* bits of what backward has to return; 0 if there will be none."""
-        boundary = next((index for index, ctx in enumerate(contexts) if ctx.requires_grad), 3)
-        if boundary > 2:
+        if not any(ctx.requires_grad for ctx in contexts):
             return 0
-        needs = NEED_X if contexts[0].input_requires_grad else 0
-        if boundary == 0:
-            needs |= _parameter_needs(self._fc1, NEED_W1, NEED_B1)
-        if boundary <= 1 and probs is not None and probs.requires_grad:
-            needs |= NEED_PROBS
-        if scale is not None and scale.requires_grad:
-            needs |= NEED_SCALE
-        return needs | _parameter_needs(self._fc2, NEED_W2, NEED_B2)
+        params = [p for op in (self._fc1, self._activation, self._fc2) for p in op.fuser_parameters()]
+        tensors = (*params, None, probs, None, *((scale,) if self._fc2.scale_bias else ()))
+        flags = (bool(t is not None and t.requires_grad) for t in tensors)
+        return self._needs_of((contexts[0].input_requires_grad, *flags))
 
     def _needs_of(self, wanted: tuple[bool, ...]) -> int:
         """:meth:`needs`, from whether each tensor of :meth:`direct_forward` needs a gradient."""
@@ -254,7 +246,7 @@ class FusedGroupedMLP(FusedOperation):
         buffers = self._caller_buffers(basic_op_kwargs)
         w1, b1 = self._parameters_of(self._fc1)
         w2, b2 = self._parameters_of(self._fc2)
-        with self._guard:
+        with kernels.device_guard(self._device):
             y, saved, tensors = self._forward(input_, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs, *buffers)
         if needs:
             ctx.saved = saved
@@ -275,10 +267,8 @@ class FusedGroupedMLP(FusedOperation):
             needs = self._needs[wanted] = self._needs_of(wanted)
         w1, b1 = self._parameters_of(self._fc1)
         w2, b2 = self._parameters_of(self._fc2)
-        if self._guarded:
-            with self._guard:
-                return self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
-        return self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
+        with kernels.device_guard(self._device):
+            return self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
 
     def _forward(
         self,
@@ -398,8 +388,7 @@ class FusedGroupedMLP(FusedOperation):
         if not any(kwargs):
             return None, None
         first, last = take_buffers(self._fc1, kwargs[0]), take_buffers(self._fc2, kwargs[2])
-        if kwargs[1]:
-            raise TypeError(f"{type(self._activation).__name__} takes no keywords, got {', '.join(sorted(kwargs[1]))}")
+        checks.no_keywords(type(self._activation).__name__, kwargs[1])
         if first["output"] is not None or last["grad_input"] is not None:
             raise ShapeError(f"{NAME}: buffers between the fused operations would never be written")
         return last["output"], first["grad_input"]
@@ -415,7 +404,7 @@ class FusedGroupedMLP(FusedOperation):
     ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
         """Only the kernels whose results are needed."""
         ctx = basic_op_ctxs[0]
-        with self._guard:
+        with kernels.device_guard(self._device):
             grads = self._gradients(ctx.saved, ctx.saved_tensors, grad_output)
         dx, dw1, db1, dprobs, dw2, db2, dscale = grads
         of_params = [self._fc1.parameter_gradients(dw1, db1), [], self._fc2.parameter_gradients(dw2, db2)]
@@ -423,10 +412,7 @@ class FusedGroupedMLP(FusedOperation):
 
     def direct_backward(self, state: Any, saved: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """As :meth:`FusedOperation.direct_backward`."""
-        if self._guarded:
-            with self._guard:
-                grads = self._gradients(state, saved, grad_output)
-        else:
+        with kernels.device_guard(self._device):
             grads = self._gradients(state, saved, grad_output)
         dx, dw1, db1, dprobs, dw2, db2, dscale = grads
         of_fc1, of_fc2 = self._fc1.parameter_gradients(dw1, db1), self._fc2.parameter_gradients(dw2, db2)
@@ -521,7 +507,7 @@ class FusedGroupedMLP(FusedOperation):
             main_grad = None if out is None else (out.dtype, accumulate)
             if step.main_grads[layer - 1] != main_grad:  # it changed since forward: say, it accumulates now
                 launch, ctas = self._wgrad_kernel(layer, tokens, main_grad)
-            with self._guard:  # delayed, it runs outside backward's
+            with kernels.device_guard(self._device):  # delayed, it runs outside backward's
                 launch(dy, x, sizes, dw, step.status, ctas)
             return dw
 
@@ -589,7 +575,7 @@ class FusedGroupedMLP(FusedOperation):
         """
         w1, w2 = kernels.launchable(w1), kernels.launchable(w2)
         b1, b2 = launchable(b1), launchable(b2)
-        with self._guard:
+        with kernels.device_guard(self._device):
             y, _, saved = self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
         return (y, saved[4], saved[5]) if saved else (y, None, None)
 
@@ -629,14 +615,14 @@ class FusedGroupedMLP(FusedOperation):
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
         tensors = (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2)
-        with self._guard:
+        with kernels.device_guard(self._device):
             return self._gradients(saved, tensors, dy)
 
 
 #: Role of a layer's wgrad.
 _WGRADS = {1: "wgrad1", 2: "wgrad2"}
 #: :func:`_main_grad` of both layers, where neither has one.
-_NO_MAIN_GRADS = (None, None)
+_NO_MAIN_GRADS: MainGrads = (None, None)
 
 
 def _fit(t: Any, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: int) -> bool:
@@ -644,16 +630,7 @@ def _fit(t: Any, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: int
     return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype in dtypes and t.get_device() == device
 
 
-def _main_grad(fc: GroupedLinear) -> tuple[torch.dtype, bool] | None:
+def _main_grad(fc: GroupedLinear) -> MainGrad:
     """Return the type and mode of the main_grad that wgrad writes to directly; None where it makes a new tensor."""
     target = fc.main_grad_target() if fc.accumulate_into_main_grad else None
     return None if target is None else (target[0].dtype, target[1])
-
-
-def _parameter_needs(fc: GroupedLinear, weight: int, bias: int) -> int:
-    """Return the NEED_* bits of a layer's parameters."""
-    own = fc._parameters
-    needs = bias if (b := own["bias"]) is not None and b.requires_grad else 0
-    if fc.single_grouped_weight:
-        return needs | weight if own["weight"].requires_grad else needs  # type: ignore[union-attr]
-    return needs | weight if any(w.requires_grad for w in fc.weights()) else needs

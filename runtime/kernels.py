@@ -394,13 +394,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-#: What :func:`device_guard` returns where nothing has to be made current.
-NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
+_NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     """Make a CUDA device current while kernels are launched; free where there is only one."""
-    return torch.cuda.device(device) if device.type == "cuda" and _device_count() > 1 else NO_GUARD
+    return torch.cuda.device(device) if device.type == "cuda" and _device_count() > 1 else _NO_GUARD
 
 
 @functools.lru_cache(maxsize=1)

@@ -110,9 +110,7 @@ class GroupedMLP(Sequential):
         -------
         Tensor (T, H)
         """
-        extra: tuple[torch.Tensor | None, ...] = (split_sizes, probs, split_sizes)
-        if self._scale_bias:
-            extra = self.pipeline_inputs(x, split_sizes, probs)
+        extra = self.pipeline_inputs(x, split_sizes, probs)
         if is_first_microbatch is not None:
             given = {self[key] if isinstance(key, int) else key: value for key, value in (op_kwargs or {}).items()}
             kept = {"is_first_microbatch": is_first_microbatch}

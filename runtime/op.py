@@ -229,8 +229,6 @@ class BasicOperation(FusibleOperation):
         """Return the parameters, read anew at each call, in the order in which backward returns their gradients."""
         if self._modules:
             return list(self.parameters())
-        if not self._parameters:
-            return []
         return [p for p in self._parameters.values() if p is not None]
 
     def fuser_stamp(self) -> Any:

@@ -23,6 +23,12 @@ NEED_Z = NEED_X | NEED_W1 | NEED_B1 | NEED_PROBS
 LAYOUTS = {None: GluLayout.CONTIGUOUS, 32: GluLayout.INTERLEAVED32}
 
 
+#: Type of the main_grad that a wgrad writes to, and whether it accumulates; None: a new tensor.
+MainGrad = tuple[torch.dtype, bool] | None
+#: Of FC1 and of FC2.
+MainGrads = tuple[MainGrad, MainGrad]
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """All that the kernels of a step depend on, besides what a plan fixes.
@@ -36,14 +42,14 @@ class Variant:
     needs
         NEED_* bits.
     main_grads
-        For FC1 and FC2: type of the main_grad that wgrad writes to, and whether it accumulates; None for a new tensor.
+        Where the weight gradients of FC1 and of FC2 go.
     """
 
     bucket: int
     probs: torch.dtype | None
     scale: torch.dtype | None
     needs: int
-    main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None]
+    main_grads: MainGrads
 
 
 #: Leaves out of a tuple of tensors what a kernel's spec leaves out.
@@ -51,7 +57,8 @@ Given = Callable[[tuple["torch.Tensor | None", ...]], tuple[Any, ...]]
 
 
 def _taking(*takes: object) -> Given:
-    given: Any = operator.itemgetter(*[index for index, taken in enumerate(takes) if taken])
+    picked = [index for index, taken in enumerate(takes) if taken]
+    given: Any = operator.itemgetter(*picked) if picked else tuple
     return given  # type: ignore[no-any-return]
 
 
@@ -83,7 +90,7 @@ class StepKernels:
 
     launches: dict[str, tuple[Launch, int]]
     columns: int
-    main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None]
+    main_grads: MainGrads
     status: torch.Tensor
     given_fprop_act: Given
     given_fprop: Given
@@ -96,7 +103,7 @@ class StepKernels:
         needs: int,
         specs: dict[str, KernelSpec],
         launches: dict[str, tuple[Launch, int]],
-        main_grads: tuple[tuple[torch.dtype, bool] | None, tuple[torch.dtype, bool] | None],
+        main_grads: MainGrads,
         status: torch.Tensor,
     ) -> StepKernels:
         """Describe a step.
@@ -110,32 +117,24 @@ class StepKernels:
         launches, main_grads, status
             As the attributes.
         """
-        fprop_act, fprop, dgrad_act = (specs.get(role) for role in ("fprop_act", "fprop", "dgrad_act"))
-        every = tuple
+        fprop_act, fprop, dgrad_act = specs["fprop_act"], specs["fprop"], specs.get("dgrad_act")
+        columns, given_dgrad_act = 0, _taking()
+        if dgrad_act is not None and dgrad_act.tile is not None:
+            columns, probs = dgrad_act.tile.tile_n, dgrad_act.probs
+            # dy, W2, z, probs, sizes, dz, a, partial sums of dprobs
+            given_dgrad_act = _taking(
+                True, True, True, probs, True, True, dgrad_act.store_act, probs and dgrad_act.sum_probs
+            )
         return cls(
             launches,
-            dgrad_act.tile.tile_n if dgrad_act is not None and dgrad_act.tile is not None else 0,
+            columns,
             main_grads,
             status,
             # x, W1, b1, probs, sizes, z, a
-            every
-            if fprop_act is None
-            else _taking(True, True, fprop_act.bias, fprop_act.probs, True, fprop_act.store_z, True),
+            _taking(True, True, fprop_act.bias, fprop_act.probs, True, fprop_act.store_z, True),
             # a, W2, b2, scale, sizes, y
-            every if fprop is None else _taking(True, True, fprop.bias, fprop.probs, True, True),
-            # dy, W2, z, probs, sizes, dz, a, partial sums of dprobs
-            every
-            if dgrad_act is None
-            else _taking(
-                True,
-                True,
-                True,
-                dgrad_act.probs,
-                True,
-                True,
-                dgrad_act.store_act,
-                dgrad_act.probs and dgrad_act.sum_probs,
-            ),
+            _taking(True, True, fprop.bias, fprop.probs, True, True),
+            given_dgrad_act,
             _masking(
                 needs & NEED_W1,  # x
                 needs & NEED_X,  # W1

@@ -89,8 +89,7 @@ class ScaledActivation(BasicOperation):
     ) -> tuple[torch.Tensor, Sequence[Tensors]]:
         """Plain torch, in fp32."""
         ctx, probs = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
-        if basic_op_kwargs[0]:
-            raise TypeError(f"{type(self).__name__} takes no keywords, got {', '.join(sorted(basic_op_kwargs[0]))}")
+        checks.no_keywords(type(self).__name__, basic_op_kwargs[0])
         block = 2 * (self.glu_interleave_size or 1) if self.glu else 1
         problems = self.probs_problems(probs, input_)
         if input_.dim() < 1 or input_.shape[-1] % block:

@@ -1,5 +1,6 @@
 """A plan that is one operation: what it does without contexts and routing is what it does with them."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from cute_grouped_mlp import kernels
 from cute_grouped_mlp.op import StalePlan
 from cute_grouped_mlp.pipeline import make_contexts
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
+from cute_grouped_mlp.step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X
 
 G, H, F, T = 4, 16, 32, 40
 
@@ -53,6 +55,9 @@ def test_gradients_wanted_are_those_that_contexts_say(bias, weights):
         expected = op.needs(make_contexts(3, boundary, x.requires_grad), probs, scale)
         tensors = (x, *module.fuser.parameters(), *extra)
         assert op._needs_of(tuple(t is not None and t.requires_grad for t in tensors)) == expected, flags
+        bits = (NEED_X, NEED_PROBS, NEED_W1, NEED_W2, NEED_B1, NEED_B2)[: len(parts)]
+        wanted = sum(bit for bit, flag in zip(bits, flags, strict=True) if flag)
+        assert expected == wanted + (NEED_SCALE if scale is not None and probs.requires_grad else 0), flags
     assert op._needs_of(()) == 0
 
 
@@ -165,5 +170,32 @@ def test_keywords_and_buffers_that_operations_refuse(ref, monkeypatch, kernels_r
     x, sizes, probs = inputs_of()
     with pytest.raises(TypeError, match="ScaledActivation takes no keywords, got gain, limit"):
         module(x, sizes, probs, op_kwargs={1: {"limit": 1, "gain": 2}})
+    (problem,) = cgm.explain(module, x, sizes, probs, op_kwargs={1: {"limit": 1, "gain": 2}}).problems
+    assert problem == "the call would raise TypeError: ScaledActivation takes no keywords, got gain, limit"
     with pytest.raises(cgm.ShapeError, match=r"output is int, allowed: a tensor of shape \(40, 16\)"):
         module(x, sizes, probs, op_kwargs={2: {"output": 3}})
+
+
+@pytest.mark.parametrize("recipe", [None, cgm.MXFP8BlockScaling()], ids=["none", "mxfp8"])
+def test_each_pass_makes_its_device_current_by_itself(monkeypatch, recipe):
+    """A context that threads share would give one of them another's device back (torch.cuda.device keeps it inside)."""
+    made = []
+
+    class Guard(contextlib.AbstractContextManager):
+        def __init__(self, device):
+            self.entered = 0
+            made.append(self)
+
+        def __enter__(self):
+            self.entered += 1
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(kernels, "device_guard", Guard)
+    module = cgm.GroupedMLP(G, 32, F, dtype=torch.bfloat16)
+    for _ in range(2):
+        with cgm.autocast(recipe=recipe):
+            module(torch.randn(T, 32, dtype=torch.bfloat16), inputs_of()[1]).sum().backward()
+    assert len(made) >= 4
+    assert {guard.entered for guard in made} == {1}
