@@ -7,9 +7,9 @@ gradients of probs and of the bias's scale; only those whose results are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ from .step import (
 )
 
 NAME = "fused grouped MLP"
+_T = TypeVar("_T")
 
 
 class FusedGroupedMLP(FusedOperation):
@@ -76,6 +77,7 @@ class FusedGroupedMLP(FusedOperation):
         self._width = fc1.out_features
         self._device = fc1.fuser_parameters()[0].device
         self._index = fc1.fuser_parameters()[0].get_device()  # compares faster; -1 off CUDA, where no kernel runs
+        self._guarded = kernels.needs_guard(self._device)
         self._provider = kernels.provider()
         self._arch = self._provider.arch(self._device)
         self._sizes_shape = torch.Size((self._groups,))
@@ -226,6 +228,13 @@ class FusedGroupedMLP(FusedOperation):
             return [PlannedKernel(role, not role.startswith("fprop"), None, "no tokens, no launch") for role in specs]
         return [PlannedKernel(role, not role.startswith("fprop"), spec) for role, spec in specs.items()]
 
+    def _on_device(self, method: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a method with its device being current; where there is only one, without a context, which takes time."""
+        if not self._guarded:
+            return method(*arguments)
+        with kernels.device_guard(self._device):
+            return method(*arguments)
+
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def fuser_forward(
@@ -246,8 +255,9 @@ class FusedGroupedMLP(FusedOperation):
         buffers = self._caller_buffers(basic_op_kwargs)
         w1, b1 = self._parameters_of(self._fc1)
         w2, b2 = self._parameters_of(self._fc2)
-        with kernels.device_guard(self._device):
-            y, saved, tensors = self._forward(input_, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs, *buffers)
+        y, saved, tensors = self._on_device(
+            self._forward, input_, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs, *buffers
+        )
         if needs:
             ctx.saved = saved
             ctx.save_for_backward(*tensors)
@@ -267,8 +277,7 @@ class FusedGroupedMLP(FusedOperation):
             needs = self._needs[wanted] = self._needs_of(wanted)
         w1, b1 = self._parameters_of(self._fc1)
         w2, b2 = self._parameters_of(self._fc2)
-        with kernels.device_guard(self._device):
-            return self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
+        return self._on_device(self._forward, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
 
     def _forward(
         self,
@@ -404,17 +413,14 @@ class FusedGroupedMLP(FusedOperation):
     ) -> tuple[torch.Tensor | None, Sequence[Iterable[torch.Tensor | None]], Sequence[Tensors]]:
         """Only the kernels whose results are needed."""
         ctx = basic_op_ctxs[0]
-        with kernels.device_guard(self._device):
-            grads = self._gradients(ctx.saved, ctx.saved_tensors, grad_output)
+        grads = self._on_device(self._gradients, ctx.saved, ctx.saved_tensors, grad_output)
         dx, dw1, db1, dprobs, dw2, db2, dscale = grads
         of_params = [self._fc1.parameter_gradients(dw1, db1), [], self._fc2.parameter_gradients(dw2, db2)]
         return dx, of_params, [(None,), (dprobs,), (None, dscale) if self._fc2.scale_bias else (None,)]
 
     def direct_backward(self, state: Any, saved: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """As :meth:`FusedOperation.direct_backward`."""
-        with kernels.device_guard(self._device):
-            grads = self._gradients(state, saved, grad_output)
-        dx, dw1, db1, dprobs, dw2, db2, dscale = grads
+        dx, dw1, db1, dprobs, dw2, db2, dscale = self._on_device(self._gradients, state, saved, grad_output)
         of_fc1, of_fc2 = self._fc1.parameter_gradients(dw1, db1), self._fc2.parameter_gradients(dw2, db2)
         if self._fc2.scale_bias:
             return (dx, *of_fc1, *of_fc2, None, dprobs, None, dscale)
@@ -575,8 +581,7 @@ class FusedGroupedMLP(FusedOperation):
         """
         w1, w2 = kernels.launchable(w1), kernels.launchable(w2)
         b1, b2 = launchable(b1), launchable(b2)
-        with kernels.device_guard(self._device):
-            y, _, saved = self._forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
+        y, _, saved = self._on_device(self._forward, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
         return (y, saved[4], saved[5]) if saved else (y, None, None)
 
     def functional_backward(
@@ -615,8 +620,7 @@ class FusedGroupedMLP(FusedOperation):
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
         tensors = (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2)
-        with kernels.device_guard(self._device):
-            return self._gradients(saved, tensors, dy)
+        return self._on_device(self._gradients, saved, tensors, dy)
 
 
 #: Role of a layer's wgrad.

@@ -398,8 +398,16 @@ _NO_GUARD: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device current while kernels are launched; free where there is only one."""
-    return torch.cuda.device(device) if device.type == "cuda" and _device_count() > 1 else _NO_GUARD
+    """Make a CUDA device current while kernels are launched; does nothing where there is only one.
+
+    Make one for each use: threads that share one would give each other's device back.
+    """
+    return torch.cuda.device(device) if needs_guard(device) else _NO_GUARD
+
+
+def needs_guard(device: torch.device) -> bool:
+    """Whether a device may not be the current one."""
+    return device.type == "cuda" and _device_count() > 1
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,12 +1,14 @@
-"""Fixtures of the unit tests of codegen: specs, and a small kernel in place of a rendered one."""
+"""Fixtures of several unit tests: the two paths of a call, specs, and a small kernel in place of a rendered one."""
 
 import hashlib
 from pathlib import Path
 
 import pytest
 
+from cute_grouped_mlp import kernels
 from cute_grouped_mlp.codegen.render import Rendered
 from cute_grouped_mlp.codegen.spec import Arch, DType, KernelSpec, Pass
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 DATA = Path(__file__).parent / "data"
 
@@ -17,6 +19,16 @@ class SmallRendered(Rendered):
     @property
     def line_map(self):
         return (None, *(("sm90/small.py.jinja", 100 + n) for n in range(2, self.source.count("\n") + 2)))
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def path(request):
+    """Plain torch, and the host code of kernels with torch functions in their place."""
+    if request.param == "torch":
+        yield request.param
+        return
+    with kernels.using(ReferenceKernels()):
+        yield request.param
 
 
 @pytest.fixture

@@ -36,16 +36,6 @@ RECIPES = {
 }
 
 
-@pytest.fixture(params=["torch", "kernels"])
-def path(request):
-    """Plain torch, and the host code of kernels with torch functions in their place."""
-    if request.param == "torch":
-        yield request.param
-        return
-    with kernels.using(ReferenceKernels()):
-        yield request.param
-
-
 def recipe_of(name, **more):
     cls, fields, _ = RECIPES[name]
     return cls(**{**fields, **more})

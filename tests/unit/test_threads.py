@@ -8,21 +8,9 @@ import pytest
 import torch
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp import kernels
-from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 G, H, F = 2, 64, 64
 SIZES = (33, 31)
-
-
-@pytest.fixture(params=["torch", "kernels"])
-def path(request):
-    """Plain torch, and the host code of kernels with torch functions in their place."""
-    if request.param == "torch":
-        yield request.param
-        return
-    with kernels.using(ReferenceKernels()):
-        yield request.param
 
 
 @pytest.fixture
