@@ -160,24 +160,24 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         needs = self.needs(basic_op_ctxs, probs, scale)
         output, grad_input = self._caller_buffers(basic_op_kwargs)
         kept = [kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs]
-        x = cast_for_autocast(input_, self._dtype)[0]
-        if not self._fits(x, sizes1, probs, sizes2, scale):
+        x = cast_for_autocast(input_, self._fixed.dtype)[0]
+        if not self._fixed.fits(x, sizes1, probs, sizes2, scale):
             self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
-        x = x.reshape(-1, self._hidden)
+        x = x.reshape(-1, self._fixed.hidden)
         y = checks.buffer_or_empty(NAME, "output", output, input_.shape, x)
         step = self._kernels(len(x), probs, scale, needs) if len(x) else None
         if needs:
             saved = Saved(step, needs, len(x), input_.shape, grad_input, like_of(probs), like_of(scale))
             ctx.saved = EmulatedSaved(saved, states)
         if step is not None:
-            with kernels.device_guard(self._device):
+            with kernels.device_guard(self._fixed.device):
                 tensors = self._launch(
                     step,
                     states,
                     kernels.launchable(x),
                     (sizes1, sizes2),
                     (probs, scale),
-                    y.view(-1, self._hidden),
+                    y.view(-1, self._fixed.hidden),
                     needs,
                     record=ctx.records_amax,
                     prequantized=given,
@@ -216,7 +216,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             prequantized=prequantized,
             is_first_microbatch=kept[0],
         )
-        a = x.new_empty(len(x), self._ffn)
+        a = x.new_empty(len(x), self._fixed.ffn)
         z = x.new_empty(len(x), self._fc1.out_features) if needs & NEED_Z else None
         launch, ctas = step.launches["fprop_act"]
         alpha = self._alpha(0, rows_alpha(first.x, first.w, s1))
@@ -257,7 +257,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if (alpha is not None) == self._alphas[which]:
             return alpha
         if alpha is None:
-            return torch.ones(self._groups, device=self._device)
+            return torch.ones(self._fixed.groups, device=self._fixed.device)
         raise UnsupportedError(
             f"{NAME} on a gradient of prequantized()",
             ["its format has a factor for each group, the recipe's has none; allowed: the recipe's own format"],
@@ -266,9 +266,9 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
     def _unquantized_parameters(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) as it is, for its quantiser, and the bias as kernels read it."""
         w, bias = fc.packed_weight(), fc.bias
-        if w.dtype is not self._dtype:
+        if w.dtype is not self._fixed.dtype:
             self._require_fresh()
-        return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._dtype))
+        return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))
 
     def _states(self, contexts: Sequence[OperationContext]) -> tuple[RecipeState, RecipeState] | None:
         """Return the quantisation states of both layers; None if kernels cannot take what their quantisers make."""
@@ -298,11 +298,11 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if ctx.one_by_one:
             return self._backward_one_by_one(basic_op_ctxs, grad_output)
         saved: EmulatedSaved = ctx.saved
-        dy = grad_output.reshape(-1, self._hidden).to(self._dtype)
+        dy = grad_output.reshape(-1, self._fixed.hidden).to(self._fixed.dtype)
         if saved.base.step is None:
             grads = self._backward_of_nothing(saved.base, dy)
         else:
-            with kernels.device_guard(self._device):
+            with kernels.device_guard(self._fixed.device):
                 grads = self._launch_emulated_backward(
                     saved, saved.base.step, kernels.launchable(dy), quantized_of(grad_output), ctx.saved_tensors
                 )
@@ -330,7 +330,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         dz = dy.new_empty(tokens if needs & NEED_Z else 0, self._fc1.out_features)
         if w2 is not None and row is not None:
             if needs & NEED_PROBS:
-                partial = dy.new_empty(-(-self._ffn // step.columns), tokens, dtype=torch.float32)
+                partial = dy.new_empty(-(-self._fixed.ffn // step.columns), tokens, dtype=torch.float32)
             launch, ctas = launches["dgrad_act"]
             alpha = self._alpha(1, rows_alpha(row, w2, s2))
             operands = given(row.values, w2.values, alpha, z, p, s2, dz, partial)
@@ -346,12 +346,12 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if w1 is not None and row is not None:
             dx = checks.buffer_or_empty(NAME, "grad_input", base.grad_input, base.shape, dy)
             launch, ctas = launches["dgrad"]
-            operands = given(row.values, w1.values, rows_alpha(row, w1, s1), s1, dx.view(-1, self._hidden))
+            operands = given(row.values, w1.values, rows_alpha(row, w1, s1), s1, dx.view(-1, self._fixed.hidden))
             launch(*operands, status, ctas)
         if x is not None and column is not None:
             dw1 = self._emulated_wgrad(base, step, 1, column, x, s1)
         if needs & NEED_B1:
-            db1 = dy.new_empty(self._groups, self._fc1.out_features)
+            db1 = dy.new_empty(self._fixed.groups, self._fc1.out_features)
             launches["bias_grad1"][0](dz, s1, db1)
         return dx, dw1, db1, dprobs, dw2, db2, dscale
 
@@ -368,7 +368,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             main_grad = None if out is None else (out.dtype, accumulate)
             if step.main_grads[layer - 1] != main_grad:
                 launch, ctas = self._wgrad_kernel(layer, saved.tokens, main_grad)
-            with kernels.device_guard(self._device):
+            with kernels.device_guard(self._fixed.device):
                 launch(*operands, dw, step.status, ctas)
             return dw
 

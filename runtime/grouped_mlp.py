@@ -16,7 +16,7 @@ from . import checks, kernels
 from .errors import ShapeError
 from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
-from .mlp_kernels import WGRADS, MLPKernels
+from .mlp_kernels import MLPKernels
 from .op import OperationContext, StalePlan, Tensors
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
 from .step import (
@@ -28,10 +28,12 @@ from .step import (
     NEED_W2,
     NEED_X,
     NEED_Z,
+    NO_MAIN_GRADS,
     NO_OUTPUTS,
     Like,
     Saved,
     StepKernels,
+    Weight,
     given,
     launchable,
     like_of,
@@ -57,9 +59,10 @@ class FusedGroupedMLP(MLPKernels):
 
     def _on_device(self, method: Callable[..., _T], *arguments: Any) -> _T:
         """Call a method with its device being current; where there is only one, without a context, which takes time."""
-        if not self._guarded:
+        fixed = self._fixed
+        if not fixed.guarded:
             return method(*arguments)
-        with kernels.device_guard(self._device):
+        with kernels.device_guard(fixed.device):
             return method(*arguments)
 
     # Forward ----------------------------------------------------------------------------------------------------------
@@ -80,8 +83,7 @@ class FusedGroupedMLP(MLPKernels):
         scale = scales[0] if scales else None
         needs = self.needs(basic_op_ctxs, probs, scale)
         buffers = self._caller_buffers(basic_op_kwargs)
-        w1, b1 = self._parameters_of(self._fc1)
-        w2, b2 = self._parameters_of(self._fc2)
+        w1, b1, w2, b2 = self._weights_and_biases()
         y, saved, tensors = self._on_device(
             self._forward, input_, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs, *buffers
         )
@@ -94,16 +96,17 @@ class FusedGroupedMLP(MLPKernels):
         self, wanted: tuple[bool, ...], x: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, Any, Tensors]:
         """As :meth:`FusedOperation.direct_forward`."""
+        fixed = self._fixed
         scale = None
-        if self._fc2.scale_bias:
+        if fixed.fc2.scale_bias:
             sizes1, probs, sizes2, scale = tensors[-4:]
         else:
             sizes1, probs, sizes2 = tensors[-3:]
-        needs = self._needs.get(wanted)
-        if needs is None:
+        try:
+            needs = self._needs[wanted]
+        except KeyError:
             needs = self._needs[wanted] = self._needs_of(wanted)
-        w1, b1 = self._parameters_of(self._fc1)
-        w2, b2 = self._parameters_of(self._fc2)
+        w1, b1, w2, b2 = self._weights_and_biases()
         return self._on_device(self._forward, x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
 
     def _forward(
@@ -122,14 +125,17 @@ class FusedGroupedMLP(MLPKernels):
         grad_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Saved | None, Tensors]:
         """Check, choose kernels, launch; returns y and what backward reads.  Parameters are as kernels read them."""
-        x = input_ if input_.dtype is self._dtype else cast_for_autocast(input_, self._dtype)[0]
-        if not self._fits(x, sizes1, probs, sizes2, scale):
+        fixed = self._fixed
+        x = input_ if input_.dtype is fixed.dtype else cast_for_autocast(input_, fixed.dtype)[0]
+        if not fixed.fits(x, sizes1, probs, sizes2, scale):
             self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
         shape = input_.shape
-        if len(shape) != 2:
-            x = x.reshape(-1, self._hidden)
-        tokens = x.shape[0]
-        y = x.new_empty(shape) if output is None else checks.buffer_or_empty(NAME, "output", output, shape, x)
+        matrix = len(shape) == 2
+        if not matrix:
+            x = x.reshape(-1, fixed.hidden)
+        tokens = shape[0] if matrix else len(x)
+        # Sizes as numbers: a torch.Size takes new_empty more than twice as long.
+        y = x.new_empty(*shape) if output is None else checks.buffer_or_empty(NAME, "output", output, shape, x)
         like = None if probs is None else (probs.shape, probs.dtype)
         if not tokens:
             return y, Saved(None, needs, 0, shape, grad_input, like, like_of(scale)), ()
@@ -138,84 +144,65 @@ class FusedGroupedMLP(MLPKernels):
         if x.data_ptr() % 16 or not x.is_contiguous():
             x = kernels.launchable(x)
         p = probs
-        if probs is not None and not (probs.dtype is torch.float32 and probs.is_contiguous() and len(shape) == 2):
+        if probs is not None and not (matrix and probs.dtype is torch.float32 and probs.is_contiguous()):
             p = rows_of(probs)
         s = None if scale is None else rows_of(scale)
         s1 = sizes1 if sizes1.dtype is torch.int32 else kernels.int32_sizes(sizes1)
         s2 = None if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
-        a = x.new_empty(tokens, self._ffn)
-        z = x.new_empty(tokens, self._width) if needs & NEED_Z else None
-        status = step.status
-        launch, ctas = step.launches["fprop_act"]
-        launch(*step.given_fprop_act((x, w1, b1, p, s1, z, a)), status, *self._activation.params, ctas)
-        launch, ctas = step.launches["fprop"]
-        rows = y if len(shape) == 2 else y.view(-1, self._hidden)
+        a = x.new_empty(tokens, fixed.ffn)
+        z = x.new_empty(tokens, fixed.width) if needs & NEED_Z else None
+        launches, status = step.launches, step.status
+        launch, ctas = launches["fprop_act"]
+        launch(*step.given_fprop_act((x, w1, b1, p, s1, z, a)), status, *fixed.activation.params, ctas)
+        launch, ctas = launches["fprop"]
+        rows = y if matrix else y.view(-1, fixed.hidden)
         launch(*step.given_fprop((a, w2, b2, s, s1 if s2 is None else s2, rows)), status, ctas)
         if not needs:
             return y, None, ()
         saved = Saved(step, needs, tokens, shape, grad_input, like, None if scale is None else like_of(scale))
         return y, saved, step.kept((x, w1, w2, b2, z, a, p, s, s1, s2, None))
 
-    def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight (G, out, in) and bias of a layer as kernels read them."""
-        own = fc._parameters
-        w: Any = own["weight"] if fc.single_grouped_weight else fc.packed_weight()
-        if w.dtype is not self._dtype:
-            self._require_fresh()
-            w = w.to(self._dtype)
-        if w.data_ptr() % 16 or not w.is_contiguous():
-            w = kernels.launchable(w)
-        bias = own["bias"]
-        return w, None if bias is None else kernels.launchable(bias.to(self._dtype))
+    def _weights_and_biases(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """Return W1 (G, out, in), b1, W2 and b2 as kernels read them."""
+        fixed = self._fixed
+        if fixed.weights_only:  # as they are, unless autocast is on or somebody assigned to their data
+            w1: Any = fixed.fc1._parameters["weight"]
+            w2: Any = fixed.fc2._parameters["weight"]
+            if (
+                w1.dtype is w2.dtype is fixed.dtype
+                and not (w1.data_ptr() | w2.data_ptr()) % 16
+                and w1.is_contiguous()
+                and w2.is_contiguous()
+            ):
+                return w1, None, w2, None
+        return *self._parameters_of(fixed.fc1), *self._parameters_of(fixed.fc2)
 
-    def _fits(
-        self,
-        x: torch.Tensor,
-        sizes1: torch.Tensor | None,
-        probs: torch.Tensor | None,
-        sizes2: torch.Tensor | None,
-        scale: torch.Tensor | None,
-    ) -> bool:
-        """Whether the arguments are as usual; if not, :meth:`_check` says what is wrong, if anything is."""
-        shape, device = x.shape, self._index
-        rows = shape[:1]
-        return (
-            len(shape) == 2
-            and shape[1] == self._hidden
-            and x.dtype is self._dtype
-            and x.get_device() == device
-            and isinstance(sizes1, torch.Tensor)
-            and sizes1.shape == self._sizes_shape
-            and sizes1.dtype in checks.INTEGERS
-            and sizes1.get_device() == device
-            and (sizes2 is sizes1 or _fit(sizes2, self._sizes_shape, checks.INTEGERS, device))
-            and (
-                probs is None
-                or (
-                    isinstance(probs, torch.Tensor)
-                    and probs.shape == rows
-                    and probs.dtype in checks.FLOATS
-                    and probs.get_device() == device
-                )
-            )
-            and (not self._fc2.scale_bias or _fit(scale, rows, checks.FLOATS, device))
-        )
+    def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of a layer as kernels read them."""
+        w = fc.packed_weight()
+        if w.dtype is not self._fixed.dtype:
+            self._require_fresh()
+            w = w.to(self._fixed.dtype)
+        bias = fc._parameters["bias"]
+        return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))
 
     def _require_fresh(self) -> None:
         """Raise StalePlan if somebody assigned to the ``data`` of a weight since this operation was made."""
-        if kernels.autocast_dtype(self._device) is None:
-            if any(fc.weights()[0].dtype is not self._dtype for fc in (self._fc1, self._fc2)):
+        if kernels.autocast_dtype(self._fixed.device) is None:
+            if any(fc.weights()[0].dtype is not self._fixed.dtype for fc in (self._fc1, self._fc2)):
                 raise StalePlan
 
     def _check(self, x: torch.Tensor, extra: Sequence[Tensors]) -> None:
         """Raise ShapeError that names every argument that is wrong."""
         self._require_fresh()
-        problems = self._fc1.input_problems(x, extra[0], self._dtype)
+        problems = self._fc1.input_problems(x, extra[0], self._fixed.dtype)
         problems += self._activation.probs_problems(extra[1][0], x)
         if extra[2][0] is not extra[0][0]:
-            problems += [f"second {p}" for p in checks.splits_problems(extra[2][0], self._groups, self._device)]
+            problems += [
+                f"second {p}" for p in checks.splits_problems(extra[2][0], self._fixed.groups, self._fixed.device)
+            ]
         if self._fc2.scale_bias:
-            problems += checks.rows_problems("scale", extra[2][1], x.shape[:-1], self._device)
+            problems += checks.rows_problems("scale", extra[2][1], x.shape[:-1], self._fixed.device)
         if problems:
             raise ShapeError(f"{NAME}: {'; '.join(problems)}")
 
@@ -247,17 +234,19 @@ class FusedGroupedMLP(MLPKernels):
 
     def direct_backward(self, state: Any, saved: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """As :meth:`FusedOperation.direct_backward`."""
+        fixed = self._fixed
         dx, dw1, db1, dprobs, dw2, db2, dscale = self._on_device(self._gradients, state, saved, grad_output)
-        of_fc1, of_fc2 = self._fc1.parameter_gradients(dw1, db1), self._fc2.parameter_gradients(dw2, db2)
-        if self._fc2.scale_bias:
+        of_fc1, of_fc2 = fixed.fc1.parameter_gradients(dw1, db1), fixed.fc2.parameter_gradients(dw2, db2)
+        if fixed.fc2.scale_bias:
             return (dx, *of_fc1, *of_fc2, None, dprobs, None, dscale)
         return (dx, *of_fc1, *of_fc2, None, dprobs, None)
 
     def _gradients(self, saved: Saved, tensors: Tensors, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return dx, dW1, db1, dprobs, dW2, db2 and dscale, None where not needed."""
-        dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self._hidden)
-        if dy.dtype is not self._dtype:
-            dy = dy.to(self._dtype)
+        fixed = self._fixed
+        dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, fixed.hidden)
+        if dy.dtype is not fixed.dtype:
+            dy = dy.to(fixed.dtype)
         step, needs, tokens = saved.step, saved.needs, saved.tokens
         if step is None:
             return self._backward_of_nothing(saved, dy)
@@ -269,27 +258,27 @@ class FusedGroupedMLP(MLPKernels):
         launches, status = step.launches, step.status
         dx = dw1 = db1 = dprobs = dw2 = db2 = dscale = dz = partial = None
         if needs & NEED_Z:
-            dz = dy.new_empty(tokens, self._width)
-            a = dy.new_empty(tokens, self._ffn) if needs & NEED_W2 else None
+            dz = dy.new_empty(tokens, fixed.width)
+            a = dy.new_empty(tokens, fixed.ffn) if needs & NEED_W2 else None
             if needs & NEED_PROBS:
-                partial = dy.new_empty(-(-self._ffn // step.columns), tokens, dtype=torch.float32)
+                partial = dy.new_empty(-(-fixed.ffn // step.columns), tokens, dtype=torch.float32)
             launch, ctas = launches["dgrad_act"]
-            launch(*step.given_dgrad_act((dy, w2, z, p, s2, dz, a, partial)), status, *self._activation.params, ctas)
+            launch(*step.given_dgrad_act((dy, w2, z, p, s2, dz, a, partial)), status, *fixed.activation.params, ctas)
         if needs & NEED_W2:
-            dw2 = self._wgrad(saved, step, 2, dy, a, s2)
+            dw2 = self._wgrad(fixed.weights[1], saved, step, dy, a, s2)
         del a
         if needs & (NEED_B2 | NEED_SCALE):
             db2, dscale = self._bias_grad2(saved, step, dy, s, b2, s2)
         if needs & NEED_X:
-            dx = rows = dy.new_empty(saved.shape) if saved.grad_input is None else self._buffer_for_dx(saved, dy)
-            if len(saved.shape) != 2:
-                rows = rows.view(-1, self._hidden)
+            shape = saved.shape
+            dx = dy.new_empty(*shape) if saved.grad_input is None else self._buffer_for_dx(saved, dy)
+            rows = dx if len(shape) == 2 else dx.view(-1, fixed.hidden)
             launch, ctas = launches["dgrad"]
             launch(dz, w1, s1, rows, status, ctas)
         if needs & NEED_W1:
-            dw1 = self._wgrad(saved, step, 1, dz, x, s1)
+            dw1 = self._wgrad(fixed.weights[0], saved, step, dz, x, s1)
         if needs & NEED_B1:
-            db1 = dy.new_empty(self._groups, self._width)
+            db1 = dy.new_empty(fixed.groups, fixed.width)
             launches["bias_grad1"][0](dz, s1, db1)
         if needs & NEED_PROBS:
             dprobs = self._reduce(launches["reduce_probs"], partial, saved.probs)
@@ -300,7 +289,8 @@ class FusedGroupedMLP(MLPKernels):
 
     def _backward_of_nothing(self, saved: Saved, dy: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of a step without tokens: empty or 0, and no launch."""
-        fc1, fc2, needs = self._fc1, self._fc2, saved.needs
+        fixed = self._fixed
+        fc1, fc2, needs = fixed.fc1, fixed.fc2, saved.needs
 
         def dw(fc: GroupedLinear) -> Any:
             def compute(out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
@@ -316,31 +306,35 @@ class FusedGroupedMLP(MLPKernels):
         return (
             self._buffer_for_dx(saved, dy) if needs & NEED_X else None,
             dw(fc1) if needs & NEED_W1 else None,
-            dy.new_zeros(self._groups, fc1.out_features) if needs & NEED_B1 else None,
+            dy.new_zeros(fixed.groups, fc1.out_features) if needs & NEED_B1 else None,
             rows(saved.probs) if needs & NEED_PROBS else None,
             dw(fc2) if needs & NEED_W2 else None,
-            dy.new_zeros(self._groups, fc2.out_features) if needs & NEED_B2 else None,
+            dy.new_zeros(fixed.groups, fc2.out_features) if needs & NEED_B2 else None,
             rows(saved.scale) if needs & NEED_SCALE else None,
         )
 
-    def _wgrad(self, saved: Saved, step: StepKernels, layer: int, dy: Any, x: Any, sizes: Any) -> Any:
-        """Compute dW of layer 1 or 2, now or later, into a new tensor or into main_grad."""
-        fc = self._fc1 if layer == 1 else self._fc2
-        role = WGRADS[layer]
-        if not (fc.accumulate_into_main_grad or fc.delay_wgrad_compute or step.main_grads[layer - 1]):
-            new: torch.Tensor = dy.new_empty(fc.num_groups, fc.out_features, fc.in_features)
+    def _wgrad(self, weight: Weight, saved: Saved, step: StepKernels, dy: Any, x: Any, sizes: Any) -> Any:
+        """Compute dW: as a rule at once, into a new tensor."""
+        fc, role, groups, rows, columns = weight
+        if step.main_grads is NO_MAIN_GRADS and not (fc.accumulate_into_main_grad or fc.delay_wgrad_compute):
+            dw: torch.Tensor = dy.new_empty(groups, rows, columns)
             launch, ctas = step.launches[role]
-            launch(dy, x, sizes, new, step.status, ctas)
-            return new
-        tokens = saved.tokens
+            launch(dy, x, sizes, dw, step.status, ctas)
+            return dw
+        return self._wgrad_elsewhere(weight, saved.tokens, step, dy, x, sizes)
+
+    def _wgrad_elsewhere(self, weight: Weight, tokens: int, step: StepKernels, dy: Any, x: Any, sizes: Any) -> Any:
+        """Compute dW now or later, into a new tensor or into main_grad, as the layer says."""
+        fc, role, *shape = weight
+        layer = 1 if role == "wgrad1" else 2
 
         def compute(out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
-            dw: torch.Tensor = dy.new_empty(fc.num_groups, fc.out_features, fc.in_features) if out is None else out
+            dw: torch.Tensor = dy.new_empty(*shape) if out is None else out
             launch, ctas = step.launches[role]
             main_grad = None if out is None else (out.dtype, accumulate)
             if step.main_grads[layer - 1] != main_grad:  # it changed since forward: say, it accumulates now
                 launch, ctas = self._wgrad_kernel(layer, tokens, main_grad)
-            with kernels.device_guard(self._device):  # delayed, it runs outside backward's
+            with kernels.device_guard(self._fixed.device):  # delayed, it runs outside backward's
                 launch(dy, x, sizes, dw, step.status, ctas)
             return dw
 
@@ -350,11 +344,11 @@ class FusedGroupedMLP(MLPKernels):
         self, saved: Saved, step: StepKernels, dy: Any, scale: Any, bias: Any, sizes: Any
     ) -> tuple[Any, Any]:
         """Compute db2, and the gradient of its scale where that is needed."""
-        db = dy.new_empty(self._groups, self._hidden)
+        db = dy.new_empty(self._fixed.groups, self._fixed.hidden)
         launch, _ = step.launches["bias_grad2"]
         dscale = None
         if saved.needs & NEED_SCALE:
-            partial = dy.new_empty(-(-self._hidden // BIAS_GRAD_COLUMNS), saved.tokens, dtype=torch.float32)
+            partial = dy.new_empty(-(-self._fixed.hidden // BIAS_GRAD_COLUMNS), saved.tokens, dtype=torch.float32)
             launch(dy, scale, bias, sizes, db, partial)
             dscale = self._reduce(step.launches["reduce_scale"], partial, saved.scale)
         else:
@@ -364,11 +358,13 @@ class FusedGroupedMLP(MLPKernels):
     def _reduce(self, kernel: tuple[Launch, int], partial: Any, like: Like) -> torch.Tensor:
         """Sum partial sums over their first dimension into a tensor of a shape and type."""
         assert like is not None
-        launch, ctas = kernel
         shape, dtype = like
-        out: torch.Tensor = partial.new_empty(shape, dtype=dtype if dtype in kernels.DTYPES else torch.float32)
+        if dtype not in kernels.DTYPES:
+            return self._reduce(kernel, partial, (shape, torch.float32)).to(dtype)
+        out: torch.Tensor = partial.new_empty(*shape, dtype=dtype)
+        launch, ctas = kernel
         launch(partial, out if len(shape) == 1 else out.view(-1), ctas)
-        return out if out.dtype is dtype else out.to(dtype)
+        return out
 
     # torch.compile ----------------------------------------------------------------------------------------------------
 
@@ -448,8 +444,3 @@ class FusedGroupedMLP(MLPKernels):
         x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
         tensors = (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2)
         return self._on_device(self._gradients, saved, tensors, dy)
-
-
-def _fit(t: Any, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: int) -> bool:
-    """Whether something is a tensor of a shape, of one of the types, on a device."""
-    return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype in dtypes and t.get_device() == device

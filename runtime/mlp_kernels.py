@@ -25,8 +25,9 @@ from .step import (
     NEED_W2,
     NEED_X,
     NEED_Z,
+    NO_MAIN_GRADS,
+    Fixed,
     MainGrad,
-    MainGrads,
     StepKernels,
     Variant,
     row_dtype,
@@ -44,28 +45,28 @@ class MLPKernels(FusedOperation):
         Type to compute in.
     """
 
-    _fc1: GroupedLinear
-    _activation: ScaledActivation
-    _fc2: GroupedLinear
-
     def __init__(
         self, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear, dtype: torch.dtype
     ) -> None:
         super().__init__((fc1, activation, fc2))
-        # Past nn.Module's attribute protocol: these are read at each call.
-        self.__dict__.update(_fc1=fc1, _activation=activation, _fc2=fc2)
-        self._dtype = dtype
-        self._hidden, self._ffn, self._groups = fc1.in_features, fc2.in_features, fc1.num_groups
-        self._width = fc1.out_features
-        self._device = fc1.fuser_parameters()[0].device
-        self._index = fc1.fuser_parameters()[0].get_device()  # compares faster; -1 off CUDA, where no kernel runs
-        self._guarded = kernels.needs_guard(self._device)
+        self._fixed = Fixed.of(fc1, activation, fc2, dtype)
         self._provider = kernels.provider()
-        self._arch = self._provider.arch(self._device)
-        self._sizes_shape = torch.Size((self._groups,))
+        self._arch = self._provider.arch(self._fixed.device)
         self._tables: dict[tuple[Any, ...], StepKernels] = {}
         self._wgrads: dict[tuple[int, Variant], tuple[Launch, int]] = {}
         self._needs: dict[tuple[bool, ...], int] = {}
+
+    @property
+    def _fc1(self) -> GroupedLinear:
+        return self._fixed.fc1
+
+    @property
+    def _activation(self) -> ScaledActivation:
+        return self._fixed.activation
+
+    @property
+    def _fc2(self) -> GroupedLinear:
+        return self._fixed.fc2
 
     def step_specs(self, variant: Variant) -> dict[str, KernelSpec]:
         """Choose the kernels that a step launches, in order, by role.
@@ -93,7 +94,7 @@ class MLPKernels(FusedOperation):
             specs["wgrad1"] = self._wgrad_spec(chosen.wgrad1, variant.main_grads[0])
         if needs & NEED_PROBS and chosen.reduce is not None:
             specs["reduce_probs"] = chosen.reduce
-        numerics = kernels.NUMERICS_OF[self._dtype]
+        numerics = kernels.NUMERICS_OF[self._fixed.dtype]
         if needs & NEED_B1:
             specs["bias_grad1"] = KernelSpec(self._arch, Pass.BIAS_GRAD, numerics)
         if needs & (NEED_B2 | NEED_SCALE):
@@ -106,14 +107,14 @@ class MLPKernels(FusedOperation):
     def _select(self, variant: Variant, *, backward: bool) -> StepSpecs:
         return step_specs(
             self._arch,
-            kernels.NUMERICS_OF[self._dtype],
+            kernels.NUMERICS_OF[self._fixed.dtype],
             self._activation.activation,
             LAYOUTS[self._activation.glu_interleave_size],
             None if variant.probs is None else kernels.DTYPES[variant.probs],
-            tokens=kernels.bucket_tokens(variant.bucket, self._groups),
-            groups=self._groups,
-            hidden=self._hidden,
-            ffn=self._ffn,
+            tokens=kernels.bucket_tokens(variant.bucket, self._fixed.groups),
+            groups=self._fixed.groups,
+            hidden=self._fixed.hidden,
+            ffn=self._fixed.ffn,
             backward=backward,
         )
 
@@ -121,12 +122,12 @@ class MLPKernels(FusedOperation):
         if main_grad is None:
             return spec
         dtype, accumulate = main_grad
-        out: DType | None = None if dtype == self._dtype else kernels.DTYPES[dtype]
+        out: DType | None = None if dtype == self._fixed.dtype else kernels.DTYPES[dtype]
         return replace(spec, out=out, accumulate=accumulate)
 
     def _variant(self, tokens: int, probs: torch.Tensor | None, scale: torch.Tensor | None, needs: int) -> Variant:
         return Variant(
-            kernels.rows_bucket(tokens, self._groups),
+            kernels.rows_bucket(tokens, self._fixed.groups),
             None if probs is None else row_dtype(probs),
             None if scale is None else row_dtype(scale),
             needs,
@@ -135,11 +136,11 @@ class MLPKernels(FusedOperation):
 
     def _kernels(self, tokens: int, probs: torch.Tensor | None, scale: torch.Tensor | None, needs: int) -> StepKernels:
         """Return the kernels of a step, all made ready before the first is launched."""
-        main_grads: MainGrads = _NO_MAIN_GRADS
-        if self._fc1.accumulate_into_main_grad or self._fc2.accumulate_into_main_grad:
-            main_grads = (_main_grad(self._fc1), _main_grad(self._fc2))
+        fixed, main_grads = self._fixed, NO_MAIN_GRADS
+        if fixed.fc1.accumulate_into_main_grad or fixed.fc2.accumulate_into_main_grad:
+            main_grads = (_main_grad(fixed.fc1), _main_grad(fixed.fc2))
         key = (
-            (tokens // self._groups).bit_length(),  # kernels.rows_bucket, without the call
+            (tokens // fixed.groups).bit_length(),  # kernels.rows_bucket, without the call
             None if probs is None else probs.dtype,
             None if scale is None else scale.dtype,
             needs,
@@ -148,21 +149,21 @@ class MLPKernels(FusedOperation):
         found = self._tables.get(key)
         if found is None:
             specs = self.step_specs(self._variant(tokens, probs, scale, needs))
-            self._provider.prepare(tuple(specs.values()), self._device)
-            sms = self._provider.sm_count(self._device)
+            self._provider.prepare(tuple(specs.values()), self._fixed.device)
+            sms = self._provider.sm_count(self._fixed.device)
             launches = {role: (self._provider.get(spec), kernels.grid(spec, sms)) for role, spec in specs.items()}
-            status = self._provider.status(self._device)
+            status = self._provider.status(self._fixed.device)
             found = self._tables.setdefault(key, StepKernels.of(needs, specs, launches, main_grads, status))
         return found
 
     def _wgrad_kernel(self, layer: int, tokens: int, main_grad: MainGrad) -> tuple[Launch, int]:
         """Return the wgrad kernel of layer 1 or 2 alone."""
-        variant = Variant(kernels.rows_bucket(tokens, self._groups), None, None, 0, (main_grad, main_grad))
+        variant = Variant(kernels.rows_bucket(tokens, self._fixed.groups), None, None, 0, (main_grad, main_grad))
         found = self._wgrads.get((layer, variant))
         if found is None:
-            spec = self._wgrad_spec(getattr(self._select(variant, backward=True), WGRADS[layer]), main_grad)
-            self._provider.prepare([spec], self._device)
-            launch = self._provider.get(spec), kernels.grid(spec, self._provider.sm_count(self._device))
+            spec = self._wgrad_spec(getattr(self._select(variant, backward=True), f"wgrad{layer}"), main_grad)
+            self._provider.prepare([spec], self._fixed.device)
+            launch = self._provider.get(spec), kernels.grid(spec, self._provider.sm_count(self._fixed.device))
             found = self._wgrads.setdefault((layer, variant), launch)
         return found
 
@@ -207,12 +208,6 @@ class MLPKernels(FusedOperation):
         if not tokens:
             return [PlannedKernel(role, not role.startswith("fprop"), None, "no tokens, no launch") for role in specs]
         return [PlannedKernel(role, not role.startswith("fprop"), spec) for role, spec in specs.items()]
-
-
-#: Role of a layer's wgrad.
-WGRADS = {1: "wgrad1", 2: "wgrad2"}
-#: :func:`_main_grad` of both layers, where neither has one.
-_NO_MAIN_GRADS: MainGrads = (None, None)
 
 
 def _main_grad(fc: GroupedLinear) -> MainGrad:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import kernels
+from . import checks, kernels
 from .codegen.spec import GluLayout, KernelSpec
 from .kernels import Launch
 from .op import Tensors
+from .ops.activation import ScaledActivation
+from .ops.grouped_linear import GroupedLinear
 
 # What a backward has to return, as bits: one small integer is part of the key of the kernels to launch.
 NEED_X, NEED_W1, NEED_B1, NEED_PROBS, NEED_W2, NEED_B2, NEED_SCALE = (1 << bit for bit in range(7))
@@ -27,6 +29,7 @@ LAYOUTS = {None: GluLayout.CONTIGUOUS, 32: GluLayout.INTERLEAVED32}
 MainGrad = tuple[torch.dtype, bool] | None
 #: Of FC1 and of FC2.
 MainGrads = tuple[MainGrad, MainGrad]
+NO_MAIN_GRADS: MainGrads = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,115 @@ class Variant:
     scale: torch.dtype | None
     needs: int
     main_grads: MainGrads
+
+
+#: A layer, the role of its wgrad, and the shape of its weight, (G, out, in).
+Weight = tuple[GroupedLinear, str, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fixed:
+    """What a plan fixes of its steps.  Read at each call: attributes of a module take several times as long.
+
+    Attributes
+    ----------
+    fc1, activation, fc2
+        The operations.
+    dtype
+        Type to compute in.
+    groups, hidden, ffn, width
+        G, H, F, and the output features of FC1.
+    device, index
+        The device, and the number that ``get_device`` has for it, which compares faster; -1 off CUDA.
+    guarded
+        Whether the device may not be the current one.
+    weights
+        Layers 1 and 2 as wgrad needs them: the operation, the kernel's role, and the shape of the weight.
+    weights_only
+        Whether these two are all parameters there are, each a single one.
+    """
+
+    fc1: GroupedLinear
+    activation: ScaledActivation
+    fc2: GroupedLinear
+    dtype: torch.dtype
+    groups: int
+    hidden: int
+    ffn: int
+    width: int
+    device: torch.device
+    index: int
+    guarded: bool
+    weights: tuple[Weight, Weight]
+    weights_only: bool
+
+    @classmethod
+    def of(cls, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear, dtype: torch.dtype) -> Fixed:
+        """Read it from the operations.
+
+        Parameters
+        ----------
+        fc1, activation, fc2, dtype
+            As the attributes.
+        """
+        params = [p for op in (fc1, activation, fc2) for p in op.fuser_parameters()]
+        device = params[0].device
+        return cls(
+            fc1,
+            activation,
+            fc2,
+            dtype,
+            fc1.num_groups,
+            fc1.in_features,
+            fc2.in_features,
+            fc1.out_features,
+            device,
+            params[0].get_device(),
+            kernels.needs_guard(device),
+            (
+                (fc1, "wgrad1", fc1.num_groups, fc1.out_features, fc1.in_features),
+                (fc2, "wgrad2", fc2.num_groups, fc2.out_features, fc2.in_features),
+            ),
+            len(params) == 2 and fc1.single_grouped_weight and fc2.single_grouped_weight,
+        )
+
+    def fits(self, x: torch.Tensor, sizes1: Any, probs: Any, sizes2: Any, scale: Any) -> bool:
+        """Whether the arguments of a call are as usual.
+
+        Parameters
+        ----------
+        x, sizes1, probs, sizes2, scale
+            Input, and extra inputs in order; ``scale`` counts where FC2 takes one.
+        """
+        shape, device = x.shape, self.index
+        if len(shape) != 2:
+            return False
+        tokens, features = shape
+        return (
+            features == self.hidden
+            and x.dtype is self.dtype
+            and x.get_device() == device
+            and isinstance(sizes1, torch.Tensor)
+            and sizes1.shape == (self.groups,)
+            and sizes1.dtype in checks.INTEGERS
+            and sizes1.get_device() == device
+            and (sizes2 is sizes1 or _fit(sizes2, (self.groups,), checks.INTEGERS, device))
+            and (
+                probs is None
+                or (
+                    isinstance(probs, torch.Tensor)
+                    and probs.shape == (tokens,)
+                    and probs.dtype in checks.FLOATS
+                    and probs.get_device() == device
+                )
+            )
+            and (not self.fc2.scale_bias or _fit(scale, (tokens,), checks.FLOATS, device))
+        )
+
+
+def _fit(t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: int) -> bool:
+    """Whether something is a tensor of a shape, of one of the types, on a device."""
+    return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype in dtypes and t.get_device() == device
 
 
 #: Leaves out of a tuple of tensors what a kernel's spec leaves out.
@@ -154,7 +266,8 @@ class StepKernels:
 Like = tuple[torch.Size, torch.dtype] | None
 
 
-class Saved(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Saved:
     """What forward hands to backward besides tensors.
 
     Attributes
