@@ -229,7 +229,8 @@ class BasicOperation(FusibleOperation):
         """Return the parameters, read anew at each call, in the order in which backward returns their gradients."""
         if self._modules:
             return list(self.parameters())
-        return [p for p in self._parameters.values() if p is not None]
+        own = self._parameters
+        return [p for p in own.values() if p is not None] if own else []
 
     def fuser_stamp(self) -> Any:
         """State besides device, dtypes and parameter shapes that a plan depends on; None once: none ever."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _apply_direct = super(torch.autograd.Function, Direct).apply
 
 
+#: What extra inputs are as a rule.
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def run_direct(
     op: FusedOperation, x: torch.Tensor, params: Sequence[torch.Tensor], extra_inputs: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
@@ -228,8 +232,11 @@ def run_direct(
         result: torch.Tensor = Direct.apply(op, x, *params, *extra_inputs)  # type: ignore[no-untyped-call]
         return result
     # Tensors that were left over from a transform of torch.func, as torch's own apply unwraps them
-    extra_inputs = [_unwrapped(t) if isinstance(t, torch.Tensor) else t for t in extra_inputs]
-    result = _apply_direct(op, _unwrapped(x), *params, *extra_inputs)  # type: ignore[no-untyped-call]
+    if _TENSORS.issuperset(map(type, extra_inputs)):
+        alive: Iterable[Any] = map(_unwrapped, extra_inputs)  # type: ignore[arg-type]  # there is no None
+    else:
+        alive = [_unwrapped(t) if isinstance(t, torch.Tensor) else t for t in extra_inputs]
+    result = _apply_direct(op, _unwrapped(x), *params, *alive)  # type: ignore[no-untyped-call]
     return result
 
 

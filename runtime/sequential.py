@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,7 +193,17 @@ class Sequential(torch.nn.Module):
         ShapeError
             If the number of extra inputs is wrong.
         """
-        if _tracing():
+        return self._run(input, extra_inputs, op_kwargs)
+
+    def _run(
+        self,
+        input: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor | None],
+        op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None,
+    ) -> Any:
+        """Do what :meth:`forward` does."""
+        tracing = _tracing()
+        if tracing:
             from . import compiled
 
             compiled.group(self.number)
@@ -206,7 +216,8 @@ class Sequential(torch.nn.Module):
                 f"got {len(extra_inputs)} extra inputs, expected {self._num_extra_inputs} ({', '.join(takers)})"
             )
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
-            return groups[0](input, *extra_inputs)
+            only = groups[0]
+            return only(input, *extra_inputs) if tracing else only.run(input, extra_inputs, None)
         kwargs = self._kwargs_by_op(op_kwargs) if op_kwargs else None
         x: Any = input
         outputs: list[Any] = []

@@ -25,6 +25,25 @@ def ref():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def launched(ref, monkeypatch):
+    """Every tensor that a kernel was given, except status words."""
+    tensors = []
+    get = ref.get
+
+    def watched(spec):
+        launch = get(spec)
+
+        def run(*arguments):
+            tensors.extend(t for t in arguments if isinstance(t, torch.Tensor) and t.numel() > 1)
+            launch(*arguments)
+
+        return run
+
+    monkeypatch.setattr(ref, "get", watched)
+    return tensors
+
+
 def module_of(**options):
     return cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16, **options)
 
@@ -77,10 +96,16 @@ def test_direct_calls_equal_calls_with_keyword_arguments(probs):
         assert torch.equal(direct, long)
 
 
-def test_tensors_left_over_from_a_transform():
+class Labelled(torch.Tensor):
+    """A tensor of another type."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Labelled])
+def test_tensors_left_over_from_a_transform(launched, kind):
     """torch's own ``apply`` unwraps tensors whose torch.func transform has ended; so does ours."""
     module = module_of()
     x, sizes, probs = inputs_of()
+    sizes = sizes.as_subclass(kind)
     left = []
 
     def keep(x, probs):
@@ -92,6 +117,8 @@ def test_tensors_left_over_from_a_transform():
     assert all(map(wrapped, left)), "the test's tensors are no longer what it is about"
     y = module(left[0], sizes, left[1])
     assert not wrapped(y)
+    assert launched
+    assert not any(map(wrapped, launched))
     assert torch.equal(y, module(x, sizes, probs))
     y.backward(torch.ones_like(y))
     assert torch.isfinite(module[0].weight.grad).all()
@@ -115,6 +142,29 @@ def test_a_stale_plan_is_made_again_and_the_call_runs_once():
     y = module(x.half(), sizes, probs)
     assert y.dtype is torch.float16
     assert module.fuser.plan_cache_info().misses == planned + 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["strided", "shifted"])
+def test_weights_that_became_unreadable_under_a_plan(launched, kind, bias):
+    """Other data of the same type and shape: the plan stays, and no kernel gets what it cannot read."""
+    module = module_of(bias=bias)
+    args = inputs_of()
+    before = module(*args)
+    planned = module.fuser.plan_cache_info().misses
+    for weight in (module[0].weight, module[2].weight):
+        if kind == "strided":
+            weight.data = weight.data.mT.contiguous().mT
+        else:
+            weight.data = torch.cat((torch.zeros(1), weight.data.flatten())).to(weight.dtype)[1:].view(weight.shape)
+        assert weight.data_ptr() % 16 or not weight.is_contiguous()
+        launched.clear()
+        y = module(*args)
+        torch.autograd.grad(y, (module[0].weight, module[2].weight), torch.ones_like(y))
+        assert torch.equal(y, before)
+        assert launched
+        assert not any(t.data_ptr() % 16 or not t.is_contiguous() for t in launched)
+    assert module.fuser.plan_cache_info().misses == planned
 
 
 def test_a_plan_that_never_fits_is_an_error(monkeypatch):
