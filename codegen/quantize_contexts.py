@@ -391,6 +391,16 @@ class QuantizeContext:
         return self.rht or (not self._measures and (self.emulate or nearest))
 
     @property
+    def rereads(self) -> bool:
+        """Whether a lane's elements are read anew for the second direction."""
+        return self.stochastic and self.rowwise and self.columnwise
+
+    @property
+    def permutes(self) -> bool:
+        """Whether bytes of words are put in another order."""
+        return self.row_amaxes or self.stochastic or self.bits == 4
+
+    @property
     def amaxes(self) -> bool:
         """Whether any are."""
         return self.row_amaxes or self.column_amaxes
@@ -496,32 +506,25 @@ class QuantizeContext:
         return "measure" if self._measures else "quantize"
 
     @property
-    def shared_type(self) -> str:
-        """Type of shared memory."""
-        return "Float32" if self.two_dimensional else "Uint32"
-
-    @property
-    def shared_shape(self) -> str:
-        """Shape and strides of shared memory: a number of each warp, or of each of its columns."""
-        if self.two_dimensional:
-            return "(2, WARPS, LANES), stride=(WARPS * LANES, LANES, 1)"
-        return "(2, WARPS, 4, LANES), stride=(WARPS * 4 * LANES, 4 * LANES, LANES, 1)"
-
-    @property
     def work_parameters(self) -> list[str]:
         """Parameters of the function that works on a piece."""
         names = ["t: Tensors", "piece: Piece", "shape: Shape", "words: cute.Tensor"]
         names += ["outers"] if self.outers else []
         names += ["seed: Seed"] if self.stochastic else []
-        names += ["shared: cute.Tensor"] if self.exchanges else []
+        names += [f"shared: {'cute.Tensor' if self.two_dimensional else 'Int32'}"] if self.exchanges else []
         names += ["tile: Int32"] if self.tiles else []
+        names += ["buffer: Int32"] if self.rereads else []
         return names
 
     @property
     def work_arguments(self) -> str:
         """Arguments of the function that works on a piece."""
-        buffer = "(turn, None, None)" if self.two_dimensional else "(turn, None, None, None)"  # one of the two
-        given = {"t": "tensors", "shared": f"shared[{buffer}]", "tile": "tiles + turn * TILE_BYTES"}
+        given = {
+            "t": "tensors",
+            "shared": "shared[(turn, None, None)]" if self.two_dimensional else "shared + turn * SHARED_BYTES",
+            "tile": "tiles + turn * TILE_BYTES",
+            "buffer": "mine + turn * BUFFER_BYTES",
+        }
         names = [name.split(":")[0] for name in self.work_parameters]
         return ", ".join(given.get(name, name) for name in names)
 
@@ -530,9 +533,9 @@ class QuantizeContext:
         names = ["t: Tensors", "words: cute.Tensor", "piece: Piece", "place: Place", "shape: Shape"]
         names += ["scale: Scale"] if self.uniform else []
         names += ["outer: Outer"] if self.outers and not self.uniform else []
-        names += ["seed: Seed"] if self.stochastic else []
+        names += ["noise: cute.Tensor"] if self.stochastic else []
         names += ["outside: cute.Tensor"] if self.ranged else []
-        names += ["shared: cute.Tensor"] if self.exchanges and not self.uniform and direction == "columns" else []
+        names += ["shared: Int32"] if self.exchanges and not self.uniform and direction == "columns" else []
         names += ["tile: Int32"] if self.tiles and direction == "columns" else []
         return names
 

@@ -79,7 +79,7 @@ class Float8BlockQuantizer(BlockQuantizer):
         factor = scale_of_amax(amax, FP8_MAX[self.fp8_dtype], self.force_pow_2_scales, torch.finfo(dtype).max)
         return factor.reciprocal(), factor
 
-    def _encode(self, x: torch.Tensor, direction: Direction, rng: torch.Tensor | None) -> torch.Tensor:
+    def _encode(self, x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         return encode_fp8(x, self.fp8_dtype)
 
     def _decode(self, codes: torch.Tensor, compute: torch.dtype) -> torch.Tensor:

@@ -55,8 +55,8 @@ class BlockQuantizer(Quantizer):
         """
 
     @abc.abstractmethod
-    def _encode(self, x: torch.Tensor, direction: Direction, rng: torch.Tensor | None) -> torch.Tensor:
-        """Data of scaled elements."""
+    def _encode(self, x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+        """Data of scaled elements, with what :meth:`_draw` drew for them."""
 
     @abc.abstractmethod
     def _decode(self, codes: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -69,6 +69,10 @@ class BlockQuantizer(Quantizer):
     def _transform(self, slots: torch.Tensor) -> torch.Tensor:
         """What to do to (B, slots, C) before it is quantised columnwise."""
         return slots
+
+    def _draw(self, x: torch.Tensor, matrices: Matrices, rng: torch.Tensor | None) -> torch.Tensor | None:
+        """Random numbers from 0 to 255 for (B, slots, C), uint8; None where nothing is left to chance."""
+        return None
 
     def _outer_amax(self, x: torch.Tensor, matrices: Matrices, direction: Direction) -> torch.Tensor:
         """Amax of the second level, of (B, R, C) or columnwise of (B, slots, C)."""
@@ -88,15 +92,18 @@ class BlockQuantizer(Quantizer):
         tiles = tile_amax(matrices.pad(x), self.block) if self.two_dimensional else None
         amax = column_amax = self._outer_amax(x, matrices, "rowwise")
         rowwise = columnwise = None
+        drawn = self._draw(x, matrices, rng)
         if self.rowwise:
             blocks = None if tiles is None else matrices.unpad(tiles.repeat_interleave(self.block, 1))
-            rowwise = self._cast(x, blocks, self._spread_outer(amax, matrices, "rowwise"), "rowwise", rng)
+            noise = None if drawn is None else matrices.unpad(drawn)
+            rowwise = self._cast(x, blocks, self._spread_outer(amax, matrices, "rowwise"), noise)
         if self.columnwise:
             slots = self._transform(matrices.pad(x))
             column_amax = self._outer_amax(slots, matrices, "columnwise")
             outer = self._spread_outer(column_amax, matrices, "columnwise")
             blocks = None if tiles is None else tiles.transpose(1, 2).repeat_interleave(self.block, 1)[:, : x.shape[-1]]
-            columnwise = self._cast(slots.transpose(1, 2), blocks, outer, "columnwise", rng)
+            noise = None if drawn is None else drawn.transpose(1, 2)
+            columnwise = self._cast(slots.transpose(1, 2), blocks, outer, noise)
         return Parts(rowwise, columnwise, amax, column_amax)
 
     def _cast(
@@ -104,13 +111,12 @@ class BlockQuantizer(Quantizer):
         x: torch.Tensor,
         blocks: torch.Tensor | None,
         outer: torch.Tensor,
-        direction: Direction,
-        rng: torch.Tensor | None,
+        noise: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Data and scales of an oriented tensor."""
         blocks = block_amax(x, self.block) if blocks is None else blocks
         scale, factor = self._block_scale(blocks, outer, x.dtype)
-        return self._encode(scale_blocks(x.float(), factor, self.block), direction, rng), scale
+        return self._encode(scale_blocks(x.float(), factor, self.block), noise), scale
 
     def values(self, q: QuantizedTensor, direction: Direction, compute: torch.dtype) -> torch.Tensor:
         """Elements times the scales of their blocks."""

@@ -81,18 +81,15 @@ def encode_e2m1_stochastic(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
     Notes
     -----
-    ``bits`` / 256 of the distance between neighbouring numbers is added to the magnitude, in fp32, and the sum cut off.
+    ``bits`` / 256 of the distance between neighbouring numbers is added to the magnitude, and the sum cut off.  Times
+    2^-126 a magnitude has its code in the bits from 22 upwards of its fp32 pattern, 0.5 being subnormal, so that both
+    are done to the pattern as an integer.  Of magnitudes below 1 what lies below 2^-23 is cut off before.
     """
-    size = x.abs()
-    moved = size + bits.to(torch.float32) * (1 / 256) * _e2m1_step(size)
-    step = _e2m1_step(moved)
-    rounded = ((moved / step).floor() * step).clamp(max=E2M1_MAX)
-    return encode_e2m1(torch.copysign(rounded, x))
-
-
-def _e2m1_step(size: torch.Tensor) -> torch.Tensor:
-    """Distance between neighbouring E2M1 numbers around magnitudes, fp32."""
-    return 0.5 + 0.5 * (size >= 2.0).float() + (size >= 4.0).float()
+    size = torch.where(x.isnan(), E2M1_MAX, x.abs().clamp(max=E2M1_MAX))
+    normal, subnormal = size.view(torch.int32) - (126 << 23), (size * 2.0**23).to(torch.int32)
+    code = (torch.where(size < 1.0, subnormal, normal) + (bits.to(torch.int32) << 14)) >> 22
+    negative = x.signbit() & ~x.isnan()
+    return code.to(torch.uint8) + (negative.to(torch.uint8) << 3)
 
 
 def decode_e2m1(codes: torch.Tensor, out: torch.dtype = torch.float32) -> torch.Tensor:

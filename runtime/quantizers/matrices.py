@@ -70,6 +70,11 @@ class Matrices:
         """(B, R, C) with each matrix or group starting a tile of scales of its own."""
         return x
 
+    def first_rows(self, block: int, device: torch.device) -> torch.Tensor:
+        """Row of B * R, or one past the last, with which each block of slots starts: (B, slots / block)."""
+        matrix = torch.arange(self.batch, device=device).unsqueeze(1) * self.rows
+        return matrix + torch.arange(0, self.slots, block, device=device)
+
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:
         """Largest magnitude of each matrix of (B, R, C), or of (B, slots, C): (count,) or (count, C) in fp32."""
         sizes = _rows_or_columns(x, per_column)
@@ -126,6 +131,10 @@ class Groups(Matrices):
     def tile_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Rows at their slots."""
         return self.pad(x)
+
+    def first_rows(self, block: int, device: torch.device) -> torch.Tensor:
+        """Row with which each block of slots starts, R for one without rows: (1, slots / block)."""
+        return self.slot_row[::block].unsqueeze(0)
 
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:
         """Largest magnitude of each group; 0 for an empty one."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Direction
 from .blocks import BlockQuantizer
 from .formats import E4M3, FP8_MAX, decode_e8m0, decode_fp8, encode_e8m0, encode_fp8, reciprocal_e8m0
 from .per_tensor import fp8_problems
@@ -70,7 +69,7 @@ class MXFP8Quantizer(BlockQuantizer):
         code = encode_e8m0(amax * (2.0**self.margin / FP8_MAX[self.fp8_dtype]))
         return code, reciprocal_e8m0(code)
 
-    def _encode(self, x: torch.Tensor, direction: Direction, rng: torch.Tensor | None) -> torch.Tensor:
+    def _encode(self, x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         return encode_fp8(x, self.fp8_dtype)
 
     def _decode(self, codes: torch.Tensor, compute: torch.dtype) -> torch.Tensor:

@@ -64,8 +64,9 @@ class NVFP4Quantizer(BlockQuantizer):
     an infinity                  6 with its sign
     ===========================  ====================================================================================
 
-    Bits of stochastic rounding are those of :func:`.philox.random_bytes` for the oriented tensor's blocks in order,
-    stream 0 rowwise and 1 columnwise; Transformer Engine draws others.
+    Stochastic rounding: 8 rows, counted from the first of a matrix or group, and 2 columns share the 16 bytes that
+    :func:`.philox.random_bytes` gives for r * C + c, the first row (of all) and column; one column's come first.  An
+    element has the same byte in both directions.  Transformer Engine draws other bits.
     """
 
     block = 16
@@ -138,12 +139,17 @@ class NVFP4Quantizer(BlockQuantizer):
         factor = (decode_fp8(scale, E4M3) * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)
         return scale, factor
 
-    def _encode(self, x: torch.Tensor, direction: Direction, rng: torch.Tensor | None) -> torch.Tensor:
+    def _encode(self, x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+        return pack_e2m1(encode_e2m1(x) if noise is None else encode_e2m1_stochastic(x, noise))
+
+    def _draw(self, x: torch.Tensor, matrices: Matrices, rng: torch.Tensor | None) -> torch.Tensor | None:
         if not self.stochastic_rounding:
-            return pack_e2m1(encode_e2m1(x))
+            return None
         rng = self.default_rng(x.device) if rng is None else rng
-        bits = random_bytes(rng, x.numel() // self.block, 0 if direction == "rowwise" else 1)
-        return pack_e2m1(encode_e2m1_stochastic(x, bits.reshape(x.shape)))
+        columns = x.shape[-1]
+        first = matrices.first_rows(8, x.device).unsqueeze(-1) * columns
+        drawn = random_bytes(rng, first + torch.arange(0, columns, 2, device=x.device))
+        return drawn.unflatten(-1, (2, 8)).permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)
 
     def default_rng(self, device: torch.device) -> torch.Tensor:
         """Seed and offset of a call that brings none, (2,) int64; written on the device."""
@@ -171,15 +177,15 @@ def hadamard(slots: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
     Returns
     -------
     Tensor, like ``slots``
-        Additions are those of the fast transform: sums and differences of rows 1, 2, 4 and 8 apart, in this order.
+        Additions are those of the fast transform of quarters: sums and differences of rows 1, 2, 4 and 8 apart, in this
+        order.
     """
     index = torch.arange(16, device=slots.device)
     mask = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0)
     signs = (1 - 2 * (mask >> index & 1)).to(slots.dtype).unsqueeze(-1)
     x = torch.unflatten(slots, 1, (slots.shape[1] // 16, 16))
-    x = x if inverse else x * signs
+    x = x * (0.25 if inverse else signs * 0.25)
     for distance in (1, 2, 4, 8):
         first, second = torch.unflatten(x, 2, (8 // distance, 2, distance)).unbind(3)
         x = torch.stack((first + second, first - second), 3).flatten(2, 4)
-    x = x * 0.25
     return (x * signs if inverse else x).flatten(1, 2)

@@ -138,6 +138,21 @@ def test_stochastic_rounding_takes_each_neighbour_as_often_as_it_is_near():
         assert (rounded == below).sum() == 256 * (1 - share), value
 
 
+def test_stochastic_rounding_is_one_integer_addition():
+    """Against the definition: up where the fraction of the distance to the number below, and bits / 256, make 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat((torch.rand(40000, generator=generator) * 6, torch.rand(5000, generator=generator) * 2**-7))
+    bits = torch.randint(0, 256, x.shape, generator=generator)
+    numbers = table("e2m1").astype(float)
+    size = x.double().numpy()
+    size = np.where(size < 1, np.floor(size * 2**23) / 2**23, size)
+    below = np.searchsorted(numbers, size, side="right") - 1
+    gap = np.diff(np.append(numbers, 8.0))[below]
+    expected = below + ((size - numbers[below]) / gap + bits.numpy() / 256 >= 1)
+    assert formats.encode_e2m1_stochastic(x, bits).tolist() == np.minimum(expected, 7).tolist()
+    assert len(set(expected.tolist())) == 8
+
+
 def test_stochastic_rounding_leaves_representable_numbers_and_saturates():
     bits = torch.arange(256)
     for code, value in enumerate(table("e2m1")):
@@ -152,29 +167,30 @@ def words(*values):
     return tuple(torch.tensor(value, dtype=torch.int64) for value in values)
 
 
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+
+
 @pytest.mark.parametrize(
-    ("counter", "key", "expected"),
+    ("rounds", "counter", "key", "expected"),
     [  # the generator's published answers
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        ({}, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ({}, (2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        ({}, *PI, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+        ({"rounds": 10}, *PI, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ],
 )
-def test_philox_known_answers(counter, key, expected):
-    assert tuple(int(word) for word in philox4x32(words(*counter), words(*key))) == expected
+def test_philox_known_answers(rounds, counter, key, expected):
+    assert tuple(int(word) for word in philox4x32(words(*counter), words(*key), **rounds)) == expected
 
 
-def test_random_bytes_depend_on_seed_offset_and_stream_only():
-    rng = torch.tensor([-5, 2**40])
-    first = random_bytes(rng, 1000, 0)
+def test_random_bytes_depend_on_seed_offset_and_block_only():
+    rng, blocks = torch.tensor([-5, 2**40 + 3]), torch.arange(1000)
+    first = random_bytes(rng, blocks)
     assert first.shape == (1000, 16)
-    assert torch.equal(first[:10], random_bytes(rng, 10, 0))
-    for other in (random_bytes(rng, 1000, 1), random_bytes(rng + words(1, 0)[0].new_tensor([1, 0]), 1000, 0)):
-        assert (first == other).float().mean() < 0.02
+    assert torch.equal(first[10:20], random_bytes(rng, blocks[10:20]))
+    changes = [(rng + torch.tensor(step), blocks) for step in ((1, 0), (2**32, 0), (0, 1))]
+    for other in (*changes, (rng, blocks + 1000), (rng, blocks + 2**32)):
+        assert (first == random_bytes(*other)).float().mean() < 0.02
     assert first.unique().tolist() == list(range(256))
     assert abs(first.double().mean().item() - 127.5) < 3
 

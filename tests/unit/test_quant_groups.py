@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import quantization as cgq
 from cute_grouped_mlp.errors import ConfigError, GroupedMLPError, UnsupportedError
+from cute_grouped_mlp.quantizers.philox import random_bytes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUANTIZERS = {
@@ -149,6 +150,37 @@ def test_nothing_is_read_by_the_host(name, shape):
 def test_stochastic_rounding_reads_nothing_either():
     x = torch.empty(64, 128, device="meta")
     cgq.NVFP4Quantizer(stochastic_rounding=True).quantize(x, torch.empty(3, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_element_gets_the_same_random_byte_in_both_directions(batched):
+    """Blocks of 8 rows begin with a group, or with a matrix; a block's number is that of its first element."""
+    columns, rng = 48, torch.tensor([3, 1])
+    if batched:
+        shape, sizes, starts = (2, 37, columns), None, [0, 37]
+        lengths = [37, 37]
+    else:
+        lengths, starts = [20, 0, 33, 21], [0, 20, 20, 53]
+        shape, sizes = (80, columns), torch.tensor(lengths)
+    x = torch.full(shape, 2.25)
+    x[..., ::16] = 6.0
+    flat = x.view(-1, columns)
+    for start in starts:
+        flat[start::16] = 6.0
+    flat[:, 0] = 6.0  # every block has a 6, so that all scales are exact
+    q = cgq.NVFP4Quantizer(stochastic_rounding=True).quantize(x, sizes, batched=batched, rng=rng)
+    rowwise, columnwise = (q.dequantize(direction).reshape(-1, columns) for direction in DIRECTIONS)
+    drawn = set()
+    for start, length in zip(starts, lengths, strict=True):
+        for row in range(length):
+            first = start + row // 8 * 8
+            drawn_bytes = random_bytes(rng, first * columns + torch.arange(0, columns, 2))
+            byte = drawn_bytes[:, [row % 8, 8 + row % 8]].flatten()
+            expected = torch.where(flat[start + row] == 6.0, 6.0, torch.where(byte >= 192, 3.0, 2.0))
+            for values in (rowwise, columnwise):
+                torch.testing.assert_close(values[start + row], expected, rtol=1e-6, atol=0)
+            drawn |= set(expected.tolist())
+    assert drawn == {2.0, 3.0, 6.0}
 
 
 @ALL
