@@ -27,6 +27,8 @@ RUNS = 9
 #: The fused step's shape: kernels so short that the host is what takes the time.
 HIDDEN, FFN, ROWS_PER_GROUP = 128, 128, 16
 STEP_GROUPS = (8, 64, 256)
+#: Layers of the stack whose time is given per layer: one change of threads for all of them, as in a model.
+LAYERS = 16
 Figures = dict[str, float]
 
 
@@ -144,54 +146,97 @@ def measure_pieces(device: torch.device, calls: int) -> Figures:
     }
 
 
+def by_hand(mlp: cgm.GroupedMLP, x: torch.Tensor, sizes: torch.Tensor, probs: torch.Tensor) -> Callable[..., Any]:
+    """Return the step as one would write it out for these shapes: the same launches and tensors, and no question asked.
+
+    What a step of this package takes longer is what it decides and checks.
+    """
+    _, planned = mlp.fuser.preview(None, True, x, mlp.pipeline_inputs(x, sizes, probs))
+    sms, status = kernels.provider().sm_count(x.device), kernels.provider().status(x.device)
+    specs = {step.role: step.spec for step in planned if step.spec is not None}
+    launches = {role: (kernels.provider().get(spec), kernels.grid(spec, sms)) for role, spec in specs.items()}
+    fprop_act, fprop, dgrad_act, wgrad2, dgrad, wgrad1, reduce_probs = (
+        launches[role] for role in ("fprop_act", "fprop", "dgrad_act", "wgrad2", "dgrad", "wgrad1", "reduce_probs")
+    )
+    tokens, groups = len(x), len(sizes)
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w1: torch.Tensor, probs: torch.Tensor, w2: torch.Tensor) -> Any:
+            y, z = x.new_empty(tokens, HIDDEN), x.new_empty(tokens, 2 * FFN)
+            a = x.new_empty(tokens, FFN)
+            fprop_act[0](x, w1, probs, sizes, z, a, status, fprop_act[1])
+            fprop[0](a, w2, sizes, y, status, fprop[1])
+            ctx.save_for_backward(x, w1, w2, z, probs)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> Any:
+            x, w1, w2, z, probs = ctx.saved_tensors
+            dz, a = dy.new_empty(tokens, 2 * FFN), dy.new_empty(tokens, FFN)
+            partial = dy.new_empty(1, tokens, dtype=torch.float32)
+            dgrad_act[0](dy, w2, z, probs, sizes, dz, a, partial, status, dgrad_act[1])
+            dw2, dx = dy.new_empty(groups, HIDDEN, FFN), dy.new_empty(tokens, HIDDEN)
+            wgrad2[0](dy, a, sizes, dw2, status, wgrad2[1])
+            dgrad[0](dz, w1, sizes, dx, status, dgrad[1])
+            dw1, dprobs = dy.new_empty(groups, 2 * FFN, HIDDEN), partial.new_empty(tokens)
+            wgrad1[0](dz, x, sizes, dw1, status, wgrad1[1])
+            reduce_probs[0](partial, dprobs, reduce_probs[1])
+            return dx, dw1, dprobs, dw2
+
+    def call(x: torch.Tensor, probs: torch.Tensor) -> Any:
+        return Step.apply(x, mlp.fc1.weight, probs, mlp.fc2.weight)  # type: ignore[no-untyped-call]
+
+    return call
+
+
 def measure_step(groups: int, device: torch.device, steps: int) -> Figures:
     """Host time of forward and backward of the fused grouped MLP, without waiting for the GPU.
 
-    Also with backward in the calling thread (``torch.autograd.set_multithreading_enabled(False)``): by default PyTorch
-    runs it in a thread of the device, and waking threads is what the host's operating system does.
+    Beside it the same kernels called by hand, and an empty autograd function.  Also per layer of a stack, which changes
+    threads once; and with backward in the calling thread (``torch.autograd.set_multithreading_enabled(False)``): by
+    default PyTorch runs it in a thread of the device, and waking threads is what the host's operating system does.
     """
-    mlp = cgm.GroupedMLP(groups, HIDDEN, FFN, device=device, dtype=torch.bfloat16)
+    mlps = [cgm.GroupedMLP(groups, HIDDEN, FFN, device=device, dtype=torch.bfloat16) for _ in range(LAYERS)]
     tokens = groups * ROWS_PER_GROUP
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
-    probs = torch.rand(tokens, device=device, requires_grad=True)
+    layers = [(mlp, torch.rand(tokens, device=device, requires_grad=True)) for mlp in mlps]
     sizes = torch.full((groups,), ROWS_PER_GROUP, device=device, dtype=torch.int32)
     dy = torch.randn_like(x)
-    inputs = (x, probs, *mlp.parameters())
-
-    def microseconds(call: Callable[[], torch.Tensor]) -> tuple[float, float]:
-        torch.cuda.synchronize()
-        forward = backward = 0
-        for _ in range(steps):
-            start = time.perf_counter_ns()
-            y = call()
-            middle = time.perf_counter_ns()
-            torch.autograd.grad(y, inputs, dy)
-            backward += time.perf_counter_ns() - middle
-            forward += middle - start
-        return forward / steps / 1e3, backward / steps / 1e3
-
-    def fused() -> torch.Tensor:
-        return mlp(x, sizes, probs)
-
-    def nothing() -> torch.Tensor:
-        return Nothing.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
-
-    microseconds(fused)
-    runs = [microseconds(fused) for _ in range(RUNS)]
-    floor = [sum(microseconds(nothing)) for _ in range(RUNS)]
-    with torch.autograd.set_multithreading_enabled(False):
-        single = [sum(microseconds(fused)) for _ in range(RUNS)]
-        single_floor = [sum(microseconds(nothing)) for _ in range(RUNS)]
-    if not isinstance(mlp.fuser.last_plan.forward_ops[0][0], cgm.FusedGroupedMLP):
-        raise RuntimeError(f"the module does not run fused:\n{cgm.explain(mlp, x, sizes, probs)}")
-    return {
-        f"fused forward, G={groups}, us": statistics.median(forward for forward, _ in runs),
-        f"fused backward, G={groups}, us": statistics.median(backward for _, backward in runs),
-        f"fused forward + backward, G={groups}, us": statistics.median(map(sum, runs)),
-        f"empty autograd function, same inputs, G={groups}, us": statistics.median(floor),
-        f"fused forward + backward, one thread, G={groups}, us": statistics.median(single),
-        f"empty autograd function, one thread, G={groups}, us": statistics.median(single_floor),
+    written_out = {mlp: by_hand(mlp, x, sizes, probs) for mlp, probs in layers}
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        "fused": lambda x, mlp, probs: mlp(x, sizes, probs),
+        "by hand": lambda x, mlp, probs: written_out[mlp](x, probs),
+        "empty autograd function": lambda x, mlp, probs: Nothing.apply(x, probs, *mlp.parameters()),
     }
+
+    def microseconds(way: str, count: int) -> float:
+        """Time of one layer's forward and backward in a stack of so many."""
+        call, stack = ways[way], layers[:count]
+        inputs = [x, *(t for mlp, probs in stack for t in (probs, *mlp.parameters()))]
+
+        def run() -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            for _ in range(steps // count):
+                y = x
+                for mlp, probs in stack:
+                    y = call(y, mlp, probs)
+                torch.autograd.grad(y, inputs, dy)
+            return (time.perf_counter_ns() - start) / (steps // count * count) / 1e3
+
+        run()
+        return statistics.median(run() for _ in range(RUNS))
+
+    figures: Figures = {}
+    for threads, several in (("", True), (", one thread", False)):
+        for of, count in (("", 1), (f" per layer of {LAYERS}", LAYERS)):
+            for way in ways:
+                with torch.autograd.set_multithreading_enabled(several):
+                    figures[f"{way}{of}{threads}, G={groups}, us"] = microseconds(way, count)
+    if not all(isinstance(mlp.fuser.last_plan.direct, cgm.FusedGroupedMLP) for mlp in mlps):
+        raise RuntimeError(f"the module does not run fused:\n{cgm.explain(mlps[0], x, sizes, layers[0][1])}")
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ A seed sets weights and batches: a recipe is compared with BF16 at equal seed, a
 
 python3 benchmarks/recipe_curves.py                        # writes benchmarks/results/<date>-<gpu>-curves.json
 python3 benchmarks/recipe_curves.py --plot RESULTS.json    # draws docs/recipe-curves.svg; needs matplotlib
+python3 benchmarks/recipe_curves.py --compare RESULTS.json --baseline nvfp4      # gaps of a results file, against NVFP4
 """
 
 from __future__ import annotations
@@ -35,20 +36,23 @@ def curve(name: str, seed: int, steps: int, config: train_moe.Config, device: to
     return losses[:, 0].tolist()
 
 
-def gaps(rows: list[dict]) -> dict[str, list[float]]:
-    """By recipe: at each seed, how much higher than BF16's the loss is, in the mean of all but a first quarter."""
+def gaps(rows: list[dict], baseline: str = BASELINE) -> dict[str, list[float]]:
+    """By recipe: at each seed, its loss above the baseline's, in the mean of all steps but a first quarter."""
     mean = {(row["recipe"], row["seed"]): statistics.fmean(row["losses"][len(row["losses"]) // 4 :]) for row in rows}
     found: dict[str, list[float]] = {}
     for (name, seed), value in mean.items():
-        if name != BASELINE and (BASELINE, seed) in mean:
-            found.setdefault(name, []).append(value - mean[BASELINE, seed])
+        if name != baseline and (baseline, seed) in mean:
+            found.setdefault(name, []).append(value - mean[baseline, seed])
     return found
 
 
-def show_gaps(rows: list[dict]) -> None:
-    """Print :func:`gaps`."""
-    for name, found in gaps(rows).items():
-        print(f"{name:<14} above BF16 at equal seed: {', '.join(f'{gap:+.4f}' for gap in found)}")
+def show_gaps(rows: list[dict], baseline: str = BASELINE) -> None:
+    """Print :func:`gaps`, their mean and its standard error."""
+    for name, found in gaps(rows, baseline).items():
+        print(f"{name:<14} above {baseline} at equal seed: {', '.join(f'{gap:+.4f}' for gap in found)}")
+        if len(found) > 1:
+            error = statistics.stdev(found) / len(found) ** 0.5
+            print(f"{'':<14} mean {statistics.fmean(found):+.5f}, standard error {error:.5f}, {len(found)} seeds")
 
 
 def plot(result: dict, path: Path) -> None:
@@ -94,7 +98,12 @@ def main() -> None:
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, help="results file, or the plot")
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="plot a results file instead of training")
+    parser.add_argument("--compare", type=Path, metavar="RESULTS", help="show the gaps of a results file")
+    parser.add_argument("--baseline", default=BASELINE, help="what --compare compares with (default: %(default)s)")
     options = parser.parse_args()
+    if options.compare is not None:
+        show_gaps(json.loads(options.compare.read_text())["rows"], options.baseline)
+        return
     if options.plot is not None:
         result = json.loads(options.plot.read_text())
         show_gaps(result["rows"])

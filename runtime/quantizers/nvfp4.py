@@ -149,7 +149,7 @@ class NVFP4Quantizer(BlockQuantizer):
         columns = x.shape[-1]
         first = matrices.first_rows(8, x.device).unsqueeze(-1) * columns
         drawn = random_bytes(rng, first + torch.arange(0, columns, 2, device=x.device))
-        return drawn.unflatten(-1, (2, 8)).permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)
+        return torch.unflatten(drawn, -1, (2, 8)).permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)
 
     def default_rng(self, device: torch.device) -> torch.Tensor:
         """Seed and offset of a call that brings none, (2,) int64; written on the device."""
