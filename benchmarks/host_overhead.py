@@ -214,26 +214,25 @@ def measure_step(groups: int, device: torch.device, steps: int) -> Figures:
         """Time of one layer's forward and backward in a stack of so many."""
         call, stack = ways[way], layers[:count]
         inputs = [x, *(t for mlp, probs in stack for t in (probs, *mlp.parameters()))]
-
-        def run() -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            for _ in range(steps // count):
-                y = x
-                for mlp, probs in stack:
-                    y = call(y, mlp, probs)
-                torch.autograd.grad(y, inputs, dy)
-            return (time.perf_counter_ns() - start) / (steps // count * count) / 1e3
-
-        run()
-        return statistics.median(run() for _ in range(RUNS))
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(steps // count):
+            y = x
+            for mlp, probs in stack:
+                y = call(y, mlp, probs)
+            torch.autograd.grad(y, inputs, dy)
+        return (time.perf_counter_ns() - start) / (steps // count * count) / 1e3
 
     figures: Figures = {}
     for threads, several in (("", True), (", one thread", False)):
         for of, count in (("", 1), (f" per layer of {LAYERS}", LAYERS)):
+            with torch.autograd.set_multithreading_enabled(several):
+                # In turns: the host's speed moves, and ratios are those of a round.
+                rounds = [{way: microseconds(way, count) for way in ways} for _ in range(1 + RUNS)][1:]
+            name = f"{of}{threads}, G={groups}"
             for way in ways:
-                with torch.autograd.set_multithreading_enabled(several):
-                    figures[f"{way}{of}{threads}, G={groups}, us"] = microseconds(way, count)
+                figures[f"{way}{name}, us"] = statistics.median(r[way] for r in rounds)
+            figures[f"fused / by hand{name}"] = statistics.median(r["fused"] / r["by hand"] for r in rounds)
     if not all(isinstance(mlp.fuser.last_plan.direct, cgm.FusedGroupedMLP) for mlp in mlps):
         raise RuntimeError(f"the module does not run fused:\n{cgm.explain(mlps[0], x, sizes, layers[0][1])}")
     return figures

@@ -391,9 +391,14 @@ class QuantizeContext:
         return self.rht or (not self._measures and (self.emulate or nearest))
 
     @property
-    def rereads(self) -> bool:
-        """Whether a lane's elements are read anew for the second direction."""
+    def frees_registers(self) -> bool:
+        """Whether random words, or without a transform elements, leave their registers between the directions."""
         return self.stochastic and self.rowwise and self.columnwise
+
+    @property
+    def saves_words(self) -> bool:
+        """Whether lanes write words to shared memory, four at a time."""
+        return (self.frees_registers and self.rht) or (self.exchanges and not self.two_dimensional)
 
     @property
     def permutes(self) -> bool:
@@ -513,7 +518,7 @@ class QuantizeContext:
         names += ["seed: Seed"] if self.stochastic else []
         names += [f"shared: {'cute.Tensor' if self.two_dimensional else 'Int32'}"] if self.exchanges else []
         names += ["tile: Int32"] if self.tiles else []
-        names += ["buffer: Int32"] if self.rereads else []
+        names += ["buffer: Int32"] if self.frees_registers else []
         return names
 
     @property

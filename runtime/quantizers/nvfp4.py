@@ -147,7 +147,9 @@ class NVFP4Quantizer(BlockQuantizer):
             return None
         rng = self.default_rng(x.device) if rng is None else rng
         columns = x.shape[-1]
-        first = matrices.first_rows(8, x.device).unsqueeze(-1) * columns
+        # Counted by 16: of those the first slot has a row if any has, and after the transform all 16 are numbers.
+        first = matrices.first_rows(16, x.device).unsqueeze(-1) + torch.arange(0, 16, 8, device=x.device)
+        first = first.flatten(1).unsqueeze(-1) * columns
         drawn = random_bytes(rng, first + torch.arange(0, columns, 2, device=x.device))
         return torch.unflatten(drawn, -1, (2, 8)).permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)
 

@@ -183,6 +183,17 @@ def test_an_element_gets_the_same_random_byte_in_both_directions(batched):
     assert drawn == {2.0, 3.0, 6.0}
 
 
+@pytest.mark.parametrize("rows", [3, 8, 11])
+def test_random_bytes_of_slots_without_rows(rows):
+    """After the transform they hold numbers too: a group's are those of the group with its zeros written out."""
+    quantizer = cgq.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    x = some(16 + rows + 40, 32)
+    filled = torch.cat((x[: 16 + rows], torch.zeros(16 - rows, 32, dtype=x.dtype)))
+    q = quantizer.quantize(x, torch.tensor([16, rows]))
+    expected = quantizer.quantize(filled, torch.tensor([16, 16]))
+    assert torch.equal(q.columnwise_data, expected.columnwise_data[:, : q.columnwise_data.shape[1]])
+
+
 @ALL
 def test_no_rows_and_only_empty_groups(name):
     for rows, sizes in ((0, None), (0, [0, 0]), (5, [0, 0, 0])):
