@@ -2,7 +2,8 @@
 
     python3 benchmarks/host_overhead.py [--out FILE]
 
-Each figure is the median of nine runs; ratios compare figures of the same process.  Only the fused step needs a GPU.
+Each figure is the median of nine runs.  What is compared is timed in turns, and a ratio is the median of those of the
+turns: the speed of a host moves, by half on virtual machines.  Only the fused step needs a GPU.
 """
 
 from __future__ import annotations
@@ -32,25 +33,43 @@ LAYERS = 16
 Figures = dict[str, float]
 
 
-def nanoseconds(call: Callable[[], object], calls: int) -> float:
-    """Median over the runs of the time of one call, less that of an empty loop."""
+Turns = dict[str, list[float]]
 
-    def run(repeated: Callable[[], object]) -> float:
+
+def in_turns(repeated: dict[str, tuple[Callable[[], object], int]]) -> Turns:
+    """Time of one call of each, less that of an empty loop, in each turn; with how often each is called."""
+
+    def run(call: Callable[[], object], calls: int) -> float:
         start = time.perf_counter_ns()
         for _ in range(calls):
-            repeated()
+            call()
         return (time.perf_counter_ns() - start) / calls
 
-    run(call)
-    nothing = statistics.median(run(_nothing) for _ in range(RUNS))
-    return statistics.median(run(call) for _ in range(RUNS)) - nothing
+    times: Turns = {name: [] for name in repeated}
+    for turn in range(1 + RUNS):
+        nothing = run(_nothing, 20_000)
+        for name, (call, calls) in repeated.items():
+            took = run(call, calls) - nothing
+            if turn:  # the first warms up
+                times[name].append(took)
+    return times
+
+
+def ratio(times: Turns, name: str, to: str) -> float:
+    """Median over the turns of how much longer one call took than another."""
+    return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
+
+
+def medians(times: Turns) -> Figures:
+    """Medians over the turns, in nanoseconds."""
+    return {f"{name}, ns": statistics.median(found) for name, found in times.items()}
 
 
 def _nothing() -> None: ...
 
 
 def measure_support(device: torch.device, calls: int) -> Figures:
-    """Support predicates: cached and uncached, against a hit of ``functools.lru_cache`` on an equal key."""
+    """Support predicates, and the lookup of a plan that exists, against a hit of ``functools.lru_cache``."""
     recipe, dtype = cgm.MXFP8BlockScaling(), torch.bfloat16
 
     @functools.lru_cache(maxsize=1024)
@@ -58,26 +77,33 @@ def measure_support(device: torch.device, calls: int) -> Figures:
         return True
 
     kind = type(recipe)
-    # Passed as arguments are: *key would hand over the very tuple that is the key, and skip comparing what is in it.
-    figures = {"lru_cache hit, ns": nanoseconds(lambda: cached(kind, None, dtype, None, device), calls)}
-    predicates = {
-        "module": support.module_grouped_tensor_supported,
-        "fuser": support.fuser_grouped_tensor_supported,
-    }
-    for name, predicate in predicates.items():
-        hit = nanoseconds(lambda ask=predicate: ask(recipe, dtype, device=device), calls)
-        miss = nanoseconds(lambda ask=predicate.uncached: ask(recipe, dtype, device=device), calls // 10)
-        figures[f"{name} predicate, cached, ns"] = hit
-        figures[f"{name} predicate, uncached, ns"] = miss
-        figures[f"{name} predicate, cached / lru_cache hit"] = hit / figures["lru_cache hit, ns"]
-        figures[f"{name} predicate, uncached / cached"] = miss / hit
+    module, fuser = support.module_grouped_tensor_supported, support.fuser_grouped_tensor_supported
+    mlp = cgm.GroupedMLP(8, HIDDEN, FFN, device=device, dtype=dtype)
+    x = torch.randn(8 * ROWS_PER_GROUP, HIDDEN, device=device, dtype=dtype)
+    plain, params, select = cgm.HighPrecision(), list(mlp.parameters()), mlp.fuser.select
+    times = in_turns(
+        {
+            # Passed as arguments are: *key would hand over the very tuple that is the key, which skips comparisons.
+            "lru_cache hit": (lambda: cached(kind, None, dtype, None, device), calls),
+            "module predicate, cached": (lambda: module(recipe, dtype, device=device), calls),
+            "module predicate, uncached": (lambda: module.uncached(recipe, dtype, device=device), calls // 10),
+            "fuser predicate, cached": (lambda: fuser(recipe, dtype, device=device), calls),
+            "fuser predicate, uncached": (lambda: fuser.uncached(recipe, dtype, device=device), calls // 10),
+            "plan hit": (lambda: select(plain, 0, x, params), calls),
+        }
+    )
+    figures = medians(times)
+    for name in ("module", "fuser"):
+        hit = f"{name} predicate, cached"
+        figures[f"{hit} / lru_cache hit"] = ratio(times, hit, "lru_cache hit")
+        figures[f"{name} predicate, uncached / cached"] = ratio(times, f"{name} predicate, uncached", hit)
+    figures["plan hit / fuser predicate, cached"] = ratio(times, "plan hit", "fuser predicate, cached")
     return figures
 
 
 def measure_recipe_string(calls: int) -> Figures:
     """``str(recipe)``: unchanged, and after an assignment, whose own time is taken off."""
     recipe = cgm.NVFP4BlockScaling()
-    unchanged = nanoseconds(lambda: str(recipe), calls)
 
     def assign() -> None:
         recipe.disable_rht = False
@@ -86,31 +112,33 @@ def measure_recipe_string(calls: int) -> Figures:
         recipe.disable_rht = False
         str(recipe)
 
-    rebuilt = nanoseconds(assign_and_read, calls // 10) - nanoseconds(assign, calls // 10)
-    return {
-        "str(recipe), unchanged, ns": unchanged,
-        "str(recipe), rebuilt, ns": rebuilt,
-        "str(recipe), rebuilt / unchanged": rebuilt / unchanged,
-    }
+    few = calls // 10
+    times = in_turns({"read": (lambda: str(recipe), calls), "set": (assign, few), "both": (assign_and_read, few)})
+    rebuilt = [both - alone for both, alone in zip(times["both"], times["set"], strict=True)]
+    times = {"str(recipe), unchanged": times["read"], "str(recipe), rebuilt": rebuilt}
+    factor = ratio(times, "str(recipe), rebuilt", "str(recipe), unchanged")
+    return medians(times) | {"str(recipe), rebuilt / unchanged": factor}
 
 
-def measure_plan(device: torch.device, calls: int) -> Figures:
-    """Lookup of a plan that exists, and 100 alternations of no-grad and grad."""
+def measure_plan(device: torch.device) -> Figures:
+    """100 alternations of no-grad and grad."""
     mlp = cgm.GroupedMLP(8, HIDDEN, FFN, device=device, dtype=torch.bfloat16)
     recipe = cgm.HighPrecision()
     x = torch.randn(8 * ROWS_PER_GROUP, HIDDEN, device=device, dtype=torch.bfloat16)
     sizes = torch.full((8,), ROWS_PER_GROUP, device=device, dtype=torch.int32)
-    fuser, params = mlp.fuser, list(mlp.parameters())
-    figures = {"plan hit, ns": nanoseconds(lambda: fuser.select(recipe, 0, x, params), calls)}
+    fuser = mlp.fuser
+    with cgm.autocast(recipe=recipe):
+        mlp(x, sizes)
     fuser.plan_cache_clear()
     resets = fuser.recipe_state_resets
     for step in range(200):
         with torch.set_grad_enabled(step % 2 == 1), cgm.autocast(recipe=recipe):
             mlp(x, sizes)
     resets = fuser.recipe_state_resets - max(resets, 1)
-    figures["plans built in 100 no-grad/grad alternations"] = float(fuser.plan_cache_info().misses)
-    figures["state resets in them"] = float(resets)
-    return figures
+    return {
+        "plans built in 100 no-grad/grad alternations": float(fuser.plan_cache_info().misses),
+        "state resets in them": float(resets),
+    }
 
 
 class Nothing(torch.autograd.Function):
@@ -139,11 +167,13 @@ def measure_pieces(device: torch.device, calls: int) -> Figures:
     ).fprop
     launch, ctas = kernels.provider().get(spec), kernels.grid(spec, kernels.provider().sm_count(device))
     status, weight, y = kernels.provider().status(device), mlp.fc2.weight.detach(), torch.empty_like(x)
-    launched = nanoseconds(lambda: launch(x, weight, sizes, y, status, ctas), min(calls, 1000)) / 1e3
-    return {
-        "one launch, us": launched,
-        "one new tensor, us": nanoseconds(lambda: torch.empty_like(x), calls // 10) / 1e3,
-    }
+    times = in_turns(
+        {
+            "one launch": (lambda: launch(x, weight, sizes, y, status, ctas), min(calls, 1000)),
+            "one new tensor": (lambda: torch.empty_like(x), calls // 10),
+        }
+    )
+    return {f"{name}, us": statistics.median(found) / 1e3 for name, found in times.items()}
 
 
 def by_hand(mlp: cgm.GroupedMLP, x: torch.Tensor, sizes: torch.Tensor, probs: torch.Tensor) -> Callable[..., Any]:
@@ -251,9 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu", 0)
     figures = measure_support(device, arguments.calls)
     figures |= measure_recipe_string(arguments.calls)
-    figures |= measure_plan(device, arguments.calls)
-    predicate = figures["fuser predicate, cached, ns"]
-    figures["plan hit / fuser predicate, cached"] = figures["plan hit, ns"] / predicate
+    figures |= measure_plan(device)
     figures |= measure_pieces(device, arguments.calls) if gpu else {}
     for groups in STEP_GROUPS if gpu else ():
         figures |= measure_step(groups, device, arguments.steps)
