@@ -16,6 +16,7 @@ from .config import settings
 from .errors import FusionError, UnsupportedError
 from .fuser import OperationFuser
 from .fusion import Rejection
+from .grouped_mlp import FusedGroupedMLP
 from .mlp import GroupedMLP
 from .op import BasicOperation, PlannedKernel
 from .ops.activation import ScaledActivation
@@ -173,7 +174,9 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     arguments = _arguments(module, args, kwargs)
     x, extra, groups = _inputs(module, arguments)
     kernels.provider().check_status(x.device)
-    problems = _problems(groups, x, extra, _keyword_problems(module, arguments))
+    of_keywords = _keyword_problems(module, arguments)
+    keywords = {} if of_keywords else {id(op): given for op, given in _keywords(module, arguments)}
+    problems = _problems(groups, x, extra, keywords)
     expected = sum(fuser.num_extra_inputs for fuser in groups)
     extra = [t if isinstance(t, torch.Tensor) else None for t in (*extra, *[None] * expected)][:expected]
     pipelines = []
@@ -184,6 +187,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         at += fuser.num_extra_inputs
         plan, steps = fuser.preview(recipe, x_requires_grad, x, taken)
         pipelines.append(ExplainedPipeline(plan, tuple(_explained(step) for step in steps)))
+        problems += _hidden_buffers(plan, fuser, keywords)
         x_requires_grad = plan.boundary < len(fuser.basic_ops)
     return Explanation(
         type(module).__name__,
@@ -192,7 +196,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         _numerics(recipe, x, groups),
         _policy(recipe),
         tuple(pipelines),
-        problems,
+        tuple(dict.fromkeys([*of_keywords, *problems])),
     )
 
 
@@ -253,13 +257,27 @@ def _keywords(module: Any, arguments: dict[str, Any]) -> list[tuple[BasicOperati
     return [(op, by_op.get(id(op), {})) for fuser in module.fusers for op in fuser.basic_ops]
 
 
+def _hidden_buffers(plan: Plan, fuser: OperationFuser, keywords: dict[int, dict[str, Any]]) -> list[str]:
+    """Name the caller's buffers for what lies between the operations of a fused MLP."""
+    found = []
+    for fused, indices in plan.forward_ops:
+        for index, name in ((indices[0], "output"), (indices[-1], "grad_input")):
+            op = fuser.basic_ops[index]
+            if isinstance(fused, FusedGroupedMLP) and keywords.get(id(op), {}).get(name) is not None:
+                found.append(
+                    f"the call would raise ShapeError: {name} of {type(op).__name__}({index}) would never be written: it "
+                    "lies between fused operations"
+                )
+    return found
+
+
 def _problems(
-    fusers: Sequence[OperationFuser], x: torch.Tensor, extra: Sequence[Any], of_keywords: Sequence[str]
-) -> tuple[str, ...]:
+    fusers: Sequence[OperationFuser], x: torch.Tensor, extra: Sequence[Any], keywords: dict[int, dict[str, Any]]
+) -> list[str]:
     """Say what is wrong with the arguments of a call, of every operation whose input's shape is known."""
     expected = sum(fuser.num_extra_inputs for fuser in fusers)
     if len(extra) != expected:
-        return (f"the call would raise ShapeError: got {len(extra)} extra inputs, expected {expected}", *of_keywords)
+        return [f"the call would raise ShapeError: got {len(extra)} extra inputs, expected {expected}"]
     found: list[str] = []
     warnings: list[str] = []
     at = 0
@@ -273,10 +291,23 @@ def _problems(
         for index, (op, of_op) in enumerate(zip(fuser.basic_ops, slots, strict=True)):
             if current is None:
                 break
-            problems, of_sizes, current = _of_operation(op, current, of_op)
+            given = current
+            problems, of_sizes, current = _of_operation(op, given, of_op)
             found += [f"the call would raise ShapeError: {type(op).__name__}({index}): {p}" for p in problems]
             warnings += [] if found else of_sizes  # of a wrong input nobody knows how many rows were meant
-    return tuple(dict.fromkeys([*of_keywords, *found, *warnings]))
+            if not problems and current is not None:
+                found += _buffer_problems(f"{type(op).__name__}({index})", given, current, keywords.get(id(op), {}))
+    return [*found, *warnings]
+
+
+def _buffer_problems(name: str, x: torch.Tensor, y: torch.Tensor, keywords: dict[str, Any]) -> list[str]:
+    """Say what is wrong with the caller's buffers, given what is like an operation's input and output."""
+    found = []
+    for buffer, like, when in (("output", y, "the call"), ("grad_input", x, "its backward")):
+        if keywords.get(buffer) is not None:
+            problems = checks.buffer_problems(buffer, keywords[buffer], like.shape, y.dtype, y.device)
+            found += [f"{when} would raise ShapeError: {name}: {p}" for p in problems]
+    return found
 
 
 def _of_operation(

@@ -130,6 +130,49 @@ def test_keywords_that_the_call_refuses_are_named_beside_the_plan(ref, keywords,
         assert str(raised.value) == problem.split(": ", 1)[1]
 
 
+def wrong_buffers():
+    right = torch.empty(T, H, dtype=torch.bfloat16)
+    yield (
+        {2: {"output": right[1:]}},
+        f"the call would raise ShapeError: GroupedLinear(2): output has shape ({T - 1}, {H})",
+    )
+    yield {2: {"output": right.float()}}, "the call would raise ShapeError: GroupedLinear(2): output is torch.float32"
+    yield {2: {"output": 3}}, "the call would raise ShapeError: GroupedLinear(2): output is int"
+    yield {0: {"grad_input": right.t()}}, "its backward would raise ShapeError: GroupedLinear(0): grad_input has shape"
+
+
+@pytest.mark.parametrize(("op_kwargs", "text"), list(wrong_buffers()), ids=[text for _, text in wrong_buffers()])
+@pytest.mark.parametrize("recipe", [None, cgm.Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+def test_buffers_that_the_call_refuses_are_named(ref, op_kwargs, text, fused, recipe):
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    x, sizes, probs = args()
+    x.requires_grad_()
+    with cgm.settings.override(fuse=fused), cgm.autocast(recipe=recipe):
+        explanation = cgm.explain(module, x, sizes, probs, op_kwargs=op_kwargs)
+        assert explanation.problems[0].startswith(text)
+        assert explanation.fused == fused
+        with pytest.raises(cgm.ShapeError) as raised:
+            module(x, sizes, probs, op_kwargs=op_kwargs).sum().backward()
+        assert explanation.problems[0].split("): ", 1)[1] in str(raised.value)
+
+
+@pytest.mark.parametrize("recipe", [None, cgm.Float8CurrentScaling()], ids=str)
+def test_buffers_between_fused_operations_are_named(ref, recipe):
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    buffer = torch.empty(T, 2 * F, dtype=torch.bfloat16)
+    for index, name, given in ((0, "output", buffer), (2, "grad_input", buffer[:, :F].contiguous())):
+        keywords = {"op_kwargs": {index: {name: given}}}
+        with cgm.autocast(recipe=recipe):
+            (problem,) = cgm.explain(module, *args(), **keywords).problems
+            assert f"{name} of GroupedLinear({index}) would never be written" in problem
+            with pytest.raises(cgm.ShapeError, match="never be written"):
+                module(*args(), **keywords)
+            with cgm.settings.override(fuse=False):
+                assert cgm.explain(module, *args(), **keywords).problems == ()
+                module(*args(), **keywords)
+
+
 def test_keywords_of_other_modules(ref):
     op = cgm.GroupedLinear(G, H, F, dtype=torch.bfloat16)
     x, sizes, _ = args()
