@@ -265,8 +265,8 @@ def _hidden_buffers(plan: Plan, fuser: OperationFuser, keywords: dict[int, dict[
             op = fuser.basic_ops[index]
             if isinstance(fused, FusedGroupedMLP) and keywords.get(id(op), {}).get(name) is not None:
                 found.append(
-                    f"the call would raise ShapeError: {name} of {type(op).__name__}({index}) would never be written: it "
-                    "lies between fused operations"
+                    f"the call would raise ShapeError: {name} of {type(op).__name__}({index}) would never be written: "
+                    "it lies between fused operations"
                 )
     return found
 
