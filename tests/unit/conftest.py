@@ -32,6 +32,13 @@ def path(request):
 
 
 @pytest.fixture
+def ref():
+    """Run this project's kernels as torch functions, so that fused plans run on the CPU."""
+    with kernels.using(ReferenceKernels()) as provider:
+        yield provider
+
+
+@pytest.fixture
 def specs():
     """Two specs whose kernels are small: specs(n) is the n-th."""
     kinds = (DType.FP32, DType.BF16, DType.FP16)

@@ -4,16 +4,8 @@ import pytest
 import torch
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp import kernels
-from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 G, H, F, T = 2, 16, 32, 12
-
-
-@pytest.fixture
-def ref():
-    with kernels.using(ReferenceKernels()) as provider:
-        yield provider
 
 
 def args(dtype=torch.bfloat16, grad=True):
