@@ -285,6 +285,11 @@ def test_e4_frozen_parts(frozen):
     full = step(module, *args)
     got = step(module, *args, frozen=frozen.split())
     assert set(got) == set(full) - set(frozen.split())
+    if (
+        "fc2.weight" in frozen.split() and "probs" in got
+    ):  # dgrad_act without a adds the parts of dprobs in another order
+        scale = full["probs"].pow(2).mean().sqrt().item()
+        torch.testing.assert_close(got.pop("probs"), full["probs"], rtol=0, atol=1e-5 * scale)
     assert_equal(got, full, got)
 
 
