@@ -41,7 +41,6 @@ from .step import (
     Variant,
     given,
     like_of,
-    rows_of,
 )
 
 #: Tensors that a layer's operands are saved as.
@@ -202,7 +201,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         kept: Sequence[bool | None],
     ) -> Tensors:
         """Quantise and launch; returns what backward reads."""
-        p, s = (rows_of(t) for t in rows)
+        p, s = (kernels.rows_of(t) for t in rows)
         s1, s2 = (kernels.int32_sizes(t) for t in sizes)
         (w1, b1), (w2, b2) = (self._unquantized_parameters(fc) for fc in (self._fc1, self._fc2))
         first = quantized.forward_operands(

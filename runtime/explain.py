@@ -22,6 +22,7 @@ from .op import BasicOperation, PlannedKernel
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, take_buffers
 from .pipeline import Plan
+from .quantizers.prequantized import quantized_of
 from .recipe import FLAG, fusion_flag, recipe_key
 from .recipe_state import Quantizers
 from .sequential import Sequential
@@ -175,7 +176,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     x, extra, groups = _inputs(module, arguments)
     kernels.provider().check_status(x.device)
     of_keywords = _keyword_problems(module, arguments)
-    keywords = {} if of_keywords else {id(op): given for op, given in _keywords(module, arguments)}
+    keywords = {} if of_keywords else {id(op): given or {} for op, given in _keywords(module, arguments)}
     problems = _problems(groups, x, extra, keywords)
     expected = sum(fuser.num_extra_inputs for fuser in groups)
     extra = [t if isinstance(t, torch.Tensor) else None for t in (*extra, *[None] * expected)][:expected]
@@ -187,7 +188,8 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
         at += fuser.num_extra_inputs
         plan, steps = fuser.preview(recipe, x_requires_grad, x, taken)
         pipelines.append(ExplainedPipeline(plan, tuple(_explained(step) for step in steps)))
-        problems += _hidden_buffers(plan, fuser, keywords)
+        if quantized_of(x) is None:  # such an input may have the operations run one by one
+            problems += _hidden_buffers(plan, fuser, keywords)
         x_requires_grad = plan.boundary < len(fuser.basic_ops)
     return Explanation(
         type(module).__name__,
@@ -236,9 +238,9 @@ def _keyword_problems(module: Any, arguments: dict[str, Any]) -> list[str]:
     try:
         for op, keywords in _keywords(module, arguments):
             if isinstance(op, GroupedLinear):
-                take_buffers(op, keywords)
+                take_buffers(op, keywords or {})
             elif isinstance(op, ScaledActivation):
-                checks.no_keywords(type(op).__name__, keywords)
+                checks.no_keywords(type(op).__name__, keywords or {})
     except (FusionError, IndexError, TypeError) as error:
         found.append(f"the call would raise {type(error).__name__}: {error}")
     return found
@@ -283,11 +285,14 @@ def _problems(
     at = 0
     for number, fuser in enumerate(fusers):
         routing = Routing(fuser.basic_ops)
-        slots = routing.distribute(extra[at : at + fuser.num_extra_inputs])
+        taken = extra[at : at + fuser.num_extra_inputs]
+        slots = routing.distribute(taken)
         at += fuser.num_extra_inputs
         if number or routing.sources:  # behind a module that is no operation, or with inputs from other operations
             continue
         current: torch.Tensor | None = x
+        x_requires_grad = torch.is_grad_enabled() and x.requires_grad
+        boundary = fuser.boundary(x_requires_grad, taken)
         for index, (op, of_op) in enumerate(zip(fuser.basic_ops, slots, strict=True)):
             if current is None:
                 break
@@ -296,7 +301,10 @@ def _problems(
             found += [f"the call would raise ShapeError: {type(op).__name__}({index}): {p}" for p in problems]
             warnings += [] if found else of_sizes  # of a wrong input nobody knows how many rows were meant
             if not problems and current is not None:
-                found += _buffer_problems(f"{type(op).__name__}({index})", given, current, keywords.get(id(op), {}))
+                buffers = dict(keywords.get(id(op), {}))
+                if not (index > boundary or (index == 0 and x_requires_grad)):
+                    buffers.pop("grad_input", None)  # nobody will look at it
+                found += _buffer_problems(f"{type(op).__name__}({index})", given, current, buffers)
     return [*found, *warnings]
 
 

@@ -10,7 +10,7 @@ import torch
 from . import kernels, reference
 from .caching import LRUCache, get_or_make
 from .codegen.select import linear_specs
-from .codegen.spec import NUMERICS, KernelSpec, Pass
+from .codegen.spec import NUMERICS, DType, KernelSpec, Pass
 from .config import settings
 
 logger = logging.getLogger("cute_grouped_mlp")
@@ -259,6 +259,7 @@ class KernelGemm(GroupedGemm):
         y = x.new_empty(x.shape[0], self._shape.out_features)
         if not x.shape[0]:
             return y
+        scale = kernels.rows_of(scale)
         variant = (bias is not None, None if scale is None else scale.dtype, alpha is not None)
         launch, ctas = self._kernel("fprop", x.shape[0], variant)
         extra = [kernels.launchable(t) for t in (alpha, bias, scale) if t is not None]
@@ -313,6 +314,7 @@ class KernelGemm(GroupedGemm):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As :class:`GroupedGemm`."""
         db = dy.new_empty(self._shape.groups, dy.shape[1])
+        of_scale, scale = scale, kernels.rows_of(scale)
         ds = None if scale is None or bias is None else scale.new_empty(scale.shape)
         if not dy.shape[0]:
             return db.zero_(), ds
@@ -328,7 +330,7 @@ class KernelGemm(GroupedGemm):
             launch(dy, *inputs, kernels.int32_sizes(sizes), db, partial)
             launch, ctas = self._kernel("reduce", dy.shape[0], (ds.dtype,))
             launch(partial, ds, ctas)
-        return db, ds
+        return db, ds.to(of_scale.dtype) if of_scale is not None else ds
 
     def _specs(self, tokens: int) -> dict[str, KernelSpec]:
         """Return the kernels with the tiles for T, each in its plain variant."""
@@ -360,7 +362,7 @@ class KernelGemm(GroupedGemm):
     def spec_of(self, role: str, tokens: int, *variant: object) -> KernelSpec:
         """As :class:`GroupedGemm`."""
         numerics = kernels.NUMERICS_OF[self._shape.dtype]
-        types = [kernels.DTYPES[v] if isinstance(v, torch.dtype) else None for v in variant]
+        types = [kernels.DTYPES.get(v, DType.FP32) if isinstance(v, torch.dtype) else None for v in variant]
         if role == "bias_grad":
             return KernelSpec(
                 self._arch, Pass.BIAS_GRAD, numerics, probs=types[0], sum_probs=types[0] is None or bool(variant[1])

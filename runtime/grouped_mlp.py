@@ -37,7 +37,6 @@ from .step import (
     given,
     launchable,
     like_of,
-    rows_of,
 )
 
 NAME = "fused grouped MLP"
@@ -145,8 +144,8 @@ class FusedGroupedMLP(MLPKernels):
             x = kernels.launchable(x)
         p = probs
         if probs is not None and not (matrix and probs.dtype is torch.float32 and probs.is_contiguous()):
-            p = rows_of(probs)
-        s = None if scale is None else rows_of(scale)
+            p = kernels.rows_of(probs)
+        s = None if scale is None else kernels.rows_of(scale)
         s1 = sizes1 if sizes1.dtype is torch.int32 else kernels.int32_sizes(sizes1)
         s2 = None if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         a = x.new_empty(tokens, fixed.ffn)
@@ -442,5 +441,5 @@ class FusedGroupedMLP(MLPKernels):
         s1 = kernels.int32_sizes(sizes1)
         s2 = s1 if sizes2 is sizes1 else kernels.int32_sizes(sizes2)
         x, w1, w2 = kernels.launchable(x), kernels.launchable(w1), kernels.launchable(w2)
-        tensors = (x, w1, w2, launchable(b2), z, a, rows_of(probs), rows_of(scale), s1, s2)
+        tensors = (x, w1, w2, launchable(b2), z, a, kernels.rows_of(probs), kernels.rows_of(scale), s1, s2)
         return self._on_device(self._gradients, saved, tensors, dy)

@@ -380,6 +380,20 @@ def int32_sizes(sizes: torch.Tensor) -> torch.Tensor:
     return sizes if sizes.dtype is torch.int32 else sizes.unsqueeze(-1).view(torch.int32)[:, 0]
 
 
+def rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Return probs or scales as kernels read them: (T,), contiguous, in a type that kernels have."""
+    if t is None:
+        return None
+    if t.dim() != 1 or t.dtype not in DTYPES:
+        t = t.reshape(-1).to(row_dtype(t))
+    return t if t.is_contiguous() else t.contiguous()
+
+
+def row_dtype(t: torch.Tensor) -> torch.dtype:
+    """Return the type in which kernels read probs or scales: their own, or float32 for one that kernels do not have."""
+    return t.dtype if t.dtype in DTYPES else torch.float32
+
+
 def launchable(t: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy where a kernel could not read it: not contiguous, or not aligned to 16 bytes."""
     if t.is_contiguous() and t.data_ptr() % 16 == 0:

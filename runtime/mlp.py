@@ -115,7 +115,7 @@ class GroupedMLP(Sequential):
             given = {self[key] if isinstance(key, int) else key: value for key, value in (op_kwargs or {}).items()}
             kept = {"is_first_microbatch": is_first_microbatch}
             op_kwargs = {**given, **{self[index]: {**given.get(self[index], {}), **kept} for index in (0, 2)}}
-        y: torch.Tensor = self._run(x, extra, op_kwargs)
+        y: torch.Tensor = super().forward(x, *extra, op_kwargs=op_kwargs)
         return y
 
     def pipeline_inputs(

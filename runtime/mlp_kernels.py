@@ -30,7 +30,6 @@ from .step import (
     MainGrad,
     StepKernels,
     Variant,
-    row_dtype,
 )
 
 
@@ -128,8 +127,8 @@ class MLPKernels(FusedOperation):
     def _variant(self, tokens: int, probs: torch.Tensor | None, scale: torch.Tensor | None, needs: int) -> Variant:
         return Variant(
             kernels.rows_bucket(tokens, self._fixed.groups),
-            None if probs is None else row_dtype(probs),
-            None if scale is None else row_dtype(scale),
+            None if probs is None else kernels.row_dtype(probs),
+            None if scale is None else kernels.row_dtype(scale),
             needs,
             (_main_grad(self._fc1), _main_grad(self._fc2)),
         )

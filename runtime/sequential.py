@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -193,15 +193,6 @@ class Sequential(torch.nn.Module):
         ShapeError
             If the number of extra inputs is wrong.
         """
-        return self._run(input, extra_inputs, op_kwargs)
-
-    def _run(
-        self,
-        input: torch.Tensor,
-        extra_inputs: Sequence[torch.Tensor | None],
-        op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None,
-    ) -> Any:
-        """Do what :meth:`forward` does."""
         tracing = _tracing()
         if tracing:
             from . import compiled

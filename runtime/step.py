@@ -308,17 +308,3 @@ def given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 def like_of(t: torch.Tensor | None) -> Like:
     """Shape and type of the gradient of a tensor."""
     return None if t is None else (t.shape, t.dtype)
-
-
-def rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Return probs or scales as kernels read them: (T,), contiguous, in a type that kernels have."""
-    if t is None:
-        return None
-    if t.dim() != 1 or t.dtype not in kernels.DTYPES:
-        t = t.reshape(-1).to(row_dtype(t))
-    return t if t.is_contiguous() else t.contiguous()
-
-
-def row_dtype(t: torch.Tensor) -> torch.dtype:
-    """Return the type in which kernels read probs or scales: their own, or float32 for one that kernels do not have."""
-    return t.dtype if t.dtype in kernels.DTYPES else torch.float32

@@ -285,6 +285,8 @@ def gradient_operands(
     """
     if state.quantizers.backward_override is not None:
         return EmulatedOperand(dy), EmulatedOperand(dy)
+    if not (wgrad or dgrad):  # only a bias is trained
+        return None, None
     status = status_word(dy.device)
     if prequantized is None:
         return _tensor_operands(state, "backward", 0, dy, split_sizes, wgrad, True, status, rowwise=dgrad)

@@ -66,7 +66,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e2m1_stochastic(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values to E2M1, up or down by chance, so that the mean of many roundings is the value.
+    """Round fp32 values to E2M1, up or down by chance: many roundings have the value for their mean.
 
     Parameters
     ----------
@@ -81,9 +81,10 @@ def encode_e2m1_stochastic(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
     Notes
     -----
-    ``bits`` / 256 of the distance between neighbouring numbers is added to the magnitude, and the sum cut off.  Times
-    2^-126 a magnitude has its code in the bits from 22 upwards of its fp32 pattern, 0.5 being subnormal, so that both
-    are done to the pattern as an integer.  Of magnitudes below 1 what lies below 2^-23 is cut off before.
+    ``bits`` / 256 of the distance between neighbouring numbers is added to the magnitude, and the sum cut off: the mean
+    is the magnitude cut down to 1/256 of that distance.  Times 2^-126 a magnitude has its code in the bits from 22
+    upwards of its fp32 pattern, 0.5 being subnormal, so that both are done to the pattern as an integer.  Of magnitudes
+    below 1 what lies below 2^-23 is cut off before.
     """
     size = torch.where(x.isnan(), E2M1_MAX, x.abs().clamp(max=E2M1_MAX))
     normal, subnormal = size.view(torch.int32) - (126 << 23), (size * 2.0**23).to(torch.int32)

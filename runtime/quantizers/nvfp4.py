@@ -66,7 +66,8 @@ class NVFP4Quantizer(BlockQuantizer):
 
     Stochastic rounding: 8 rows, counted from the first of a matrix or group, and 2 columns share the 16 bytes that
     :func:`.philox.random_bytes` gives for r * C + c, the first row (of all) and column; one column's come first.  An
-    element has the same byte in both directions.  Transformer Engine draws other bits.
+    element has the same byte in both directions.  Slots past a group's last row, which the transform fills, have bytes
+    of the rows that would be there, a later group's.  Transformer Engine draws other bits.
     """
 
     block = 16

@@ -250,3 +250,18 @@ def test_each_pass_makes_its_device_current_by_itself(monkeypatch, recipe):
             module(torch.randn(T, 32, dtype=torch.bfloat16), inputs_of()[1]).sum().backward()
     assert len(made) >= 4
     assert {guard.entered for guard in made} == {1}
+
+
+def test_forward_of_a_class_between_is_called():
+    called = []
+
+    class Logged(cgm.Sequential):
+        def forward(self, *inputs, **options):
+            called.append(len(inputs))
+            return super().forward(*inputs, **options)
+
+    class Module(cgm.GroupedMLP, Logged): ...
+
+    x, sizes, probs = inputs_of()
+    assert torch.equal(Module(G, H, F, dtype=torch.bfloat16)(x, sizes, probs)[:0], x[:0])
+    assert called == [4]

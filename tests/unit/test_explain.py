@@ -165,6 +165,21 @@ def test_buffers_between_fused_operations_are_named(ref, recipe):
                 module(*args(), **keywords)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_buffer_for_a_gradient_that_nobody_computes_is_no_problem(ref, fused):
+    wrong = {"op_kwargs": {0: {"grad_input": torch.zeros(3)}}}
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    x, sizes, probs = args(grad=False)
+    with cgm.settings.override(fuse=fused):
+        assert cgm.explain(module, x, sizes, probs, **wrong).problems == ()
+        module(x, sizes, probs, **wrong).sum().backward()
+        x.requires_grad_()
+        assert "its backward would raise" in cgm.explain(module, x, sizes, probs, **wrong).problems[0]
+        with torch.no_grad():
+            assert cgm.explain(module, x, sizes, probs, **wrong).problems == ()
+            module(x, sizes, probs, **wrong)
+
+
 def test_keywords_of_other_modules(ref):
     op = cgm.GroupedLinear(G, H, F, dtype=torch.bfloat16)
     x, sizes, _ = args()

@@ -8,6 +8,7 @@ from quantized_steps import (
     BF16,
     FP4,
     FP8,
+    RECIPES,
     UNFUSED,
     F,
     G,
@@ -29,6 +30,24 @@ from cute_grouped_mlp import quantization as cgq
 from cute_grouped_mlp.errors import GroupedMLPError, UnsupportedError
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
 from cute_grouped_mlp.reference_quantized import LinearReplay
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_a_bias_is_trained(path, name):
+    """No product of the backward is wanted, so that dy is quantised in neither direction."""
+    recipe = recipe_of(name)
+    module = module_of(bias=True)
+    x, sizes, probs, dy = operands()
+    full = step(module, x, sizes, probs, dy, recipe=recipe)
+    others = ["x", "probs", "fc1.weight", "fc1.bias", "fc2.weight"]
+    got = step(trained(module, recipe), x, sizes, probs, dy, recipe=recipe, frozen=others)
+    assert set(got) == {"y", "fc2.bias"}
+    torch.testing.assert_close(got["fc2.bias"], full["fc2.bias"])
+    layer = cgm.GroupedLinear(G, H, F, bias=True, dtype=BF16)
+    layer.weight.requires_grad_(False)
+    with cgm.autocast(recipe=recipe):
+        layer(x.detach(), sizes).nan_to_num().sum().backward()
+    assert layer.bias.grad is not None
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_hybrid", "block"])
