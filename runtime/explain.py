@@ -147,7 +147,8 @@ class Explanation:
 def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> Explanation:
     """Say what a call would run and why; nothing is computed and no kernel is built.
 
-    Arguments that the call would refuse are named in the report, beside the plan for those that it would take.
+    Arguments that the call would refuse are named in the report, beside the plan for those that it would take: those of
+    operations whose input's shape is known, that is, up to the first that is not this package's.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from .config import settings
 from .errors import FusionError, FusionFallbackWarning, ShapeError, UnsupportedError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, PlannedKernel, StalePlan, expand
-from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct
+from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
 from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
 from .recipe_state import RecipeState, state_key, states_lock
 
@@ -218,7 +218,7 @@ class OperationFuser:
             elif boundary < len(self.basic_ops):
                 result = run_direct(plan.direct, input, params, extra_inputs)
             else:
-                result = plan.direct.direct_forward((), input, (*params, *extra_inputs))[0]
+                result = run_forward(plan.direct, input, params, extra_inputs)
         except StalePlan:
             if again:
                 raise

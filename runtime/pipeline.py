@@ -231,13 +231,22 @@ def run_direct(
     if _in_functorch():
         result: torch.Tensor = Direct.apply(op, x, *params, *extra_inputs)  # type: ignore[no-untyped-call]
         return result
-    # Tensors that were left over from a transform of torch.func, as torch's own apply unwraps them
-    if _TENSORS.issuperset(map(type, extra_inputs)):
-        alive: Iterable[Any] = map(_unwrapped, extra_inputs)  # type: ignore[arg-type]  # there is no None
-    else:
-        alive = [_unwrapped(t) if isinstance(t, torch.Tensor) else t for t in extra_inputs]
-    result = _apply_direct(op, _unwrapped(x), *params, *alive)  # type: ignore[no-untyped-call]
+    result = _apply_direct(op, _unwrapped(x), *params, *_alive(extra_inputs))  # type: ignore[no-untyped-call]
     return result
+
+
+def run_forward(
+    op: FusedOperation, x: torch.Tensor, params: Sequence[torch.Tensor], extra_inputs: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Do what :func:`run_direct` does where no backward will come."""
+    return op.direct_forward((), _unwrapped(x), (*params, *_alive(extra_inputs)))[0]
+
+
+def _alive(extra_inputs: Sequence[torch.Tensor | None]) -> Iterable[Any]:
+    """Unwrap tensors that were left over from a transform of torch.func, as torch's own apply does."""
+    if _TENSORS.issuperset(map(type, extra_inputs)):
+        return map(_unwrapped, extra_inputs)  # type: ignore[arg-type]  # there is no None
+    return [_unwrapped(t) if isinstance(t, torch.Tensor) else t for t in extra_inputs]
 
 
 class _Once(torch.autograd.Function):

@@ -122,6 +122,11 @@ def test_tensors_left_over_from_a_transform(launched, kind):
     assert torch.equal(y, module(x, sizes, probs))
     y.backward(torch.ones_like(y))
     assert torch.isfinite(module[0].weight.grad).all()
+    launched.clear()
+    with torch.no_grad():
+        assert torch.equal(y, module(left[0], sizes, left[1]))
+    assert launched
+    assert not any(map(wrapped, launched))
 
 
 def test_inside_a_transform_torch_says_what_is_missing():
