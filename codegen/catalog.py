@@ -9,9 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from .activations import ACTIVATIONS
-from .quantize_contexts import check_quantization
 from .select import Alphas, LinearSpecs, StepSpecs, amax_spec, linear_specs, on_quantized, quantize_spec, step_specs
-from .spec import NUMERICS, Arch, DType, Element, GluLayout, KernelSpec, Pass, Quantization, Scaling
+from .spec import (
+    NUMERICS,
+    Arch,
+    DType,
+    Element,
+    GluLayout,
+    KernelSpec,
+    Pass,
+    Quantization,
+    Scaling,
+    check_quantization,
+)
 
 #: What the default catalog holds beyond the shapes: every combination of these.
 DEFAULT_NUMERICS = ("bf16",)

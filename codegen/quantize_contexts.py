@@ -21,42 +21,6 @@ _TITLES = {
 _HADAMARD_SIGNS = 0xD7E8
 
 
-def check_quantization(spec: KernelSpec) -> list[str]:
-    """Every reason why a spec's quantisation is not valid; an empty list if it is."""
-    q = spec.quantization
-    if not spec.kernel.quantizes:
-        return [] if q is None else [f"{spec.kernel.value} takes no quantization"]
-    if q is None:
-        return [f"{spec.kernel.value} needs a quantization"]
-    name, problems = spec.kernel.value, []
-    if spec.numerics != "bf16":
-        problems.append(f"numerics is {spec.numerics}, {name} reads bf16")
-    if spec.kernel is Pass.AMAX:
-        if q != Quantization(batched=q.batched, columnwise=q.rht, rht=q.rht):
-            problems.append("amax takes batched and rht, and is columnwise where it transforms")
-        return problems
-    if q.scaling is None or q.element is None:
-        return [*problems, "quantize needs scaling and element"]
-    if not (q.rowwise or q.columnwise):
-        problems.append("quantize is rowwise, columnwise or both")
-    if (q.element is Element.E2M1) != (q.scaling is Scaling.NVFP4):
-        problems.append(f"{q.scaling.value} has no elements {q.element.value}")
-    nvfp4 = q.scaling is Scaling.NVFP4
-    if (q.rht or q.stochastic) and (not nvfp4 or q.two_dimensional):
-        problems.append("rht and stochastic belong to nvfp4 with blocks of one dimension")
-    if q.rht and not q.columnwise:
-        problems.append("rht is columnwise")
-    if q.two_dimensional and q.scaling is Scaling.PER_TENSOR:
-        problems.append("per_tensor has no blocks")
-    if not q.power_of_two and q.scaling is not Scaling.BLOCK_FP8:
-        problems.append("power_of_two belongs to block_fp8")
-    if q.margin and q.scaling is not Scaling.MXFP8:
-        problems.append("margin belongs to mxfp8")
-    if q.amax and q.scaling is not Scaling.PER_TENSOR:
-        problems.append("amax belongs to per_tensor")
-    return problems
-
-
 def shared_bytes(spec: KernelSpec) -> int:
     """Bytes of shared memory that a kernel asks for: two of pieces, of what warps tell one another, and of tiles."""
     k = QuantizeContext(spec)
@@ -134,7 +98,7 @@ class QuantizeContext:
 
     @property
     def _q(self) -> Quantization:
-        assert self.spec.quantization is not None  # check_quantization() has seen to it
+        assert self.spec.quantization is not None  # spec.check_quantization() has seen to it
         return self.spec.quantization
 
     @property
@@ -148,7 +112,7 @@ class QuantizeContext:
         """First line of the module's docstring."""
         if self._measures:
             return f"Largest magnitudes of {'matrices' if self.batched else 'groups'} of rows: SM90."
-        assert self._q.scaling is not None  # check_quantization() has seen to it
+        assert self._q.scaling is not None  # spec.check_quantization() has seen to it
         how = "quantised and written as bf16 numbers" if self.emulate else "quantised"
         return f"A tensor {how}: SM90, {_TITLES[self._q.scaling]}, {self.element}."
 
@@ -236,7 +200,7 @@ class QuantizeContext:
     @property
     def largest(self) -> float:
         """Largest number of the format."""
-        assert self._q.element is not None  # check_quantization() has seen to it
+        assert self._q.element is not None  # spec.check_quantization() has seen to it
         return self._q.element.largest
 
     @property
@@ -461,7 +425,7 @@ class QuantizeContext:
         """Statements that define constants of the recipe."""
         q = self._q
         smallest = {Element.E4M3: -9, Element.E5M2: -16, Element.E2M1: -1}
-        assert q.element is not None  # check_quantization() has seen to it
+        assert q.element is not None  # spec.check_quantization() has seen to it
         widest = math.frexp(self.largest)[1]
         found = []
         if q.scaling is Scaling.MXFP8:

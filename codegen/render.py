@@ -17,8 +17,8 @@ import jinja2
 from .activations import ACTIVATIONS, Activation
 from .contexts import BiasGradContext, GemmContext, ReduceContext
 from .errors import RenderError
-from .quantize_contexts import QuantizeContext, check_quantization
-from .spec import KernelSpec, Pass
+from .quantize_contexts import QuantizeContext
+from .spec import KernelSpec, Pass, check_quantization
 from .tiles import check
 
 _MARK = "\x02"  # brackets the origin of a line while tracing; never part of a template, and no white space

@@ -371,3 +371,39 @@ def _quantization(data: dict[str, Any]) -> Quantization:
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value.value if isinstance(value, Enum) else value for key, value in items}
+
+
+def check_quantization(spec: KernelSpec) -> list[str]:
+    """Every reason why a spec's quantisation is not valid; an empty list if it is."""
+    q = spec.quantization
+    if not spec.kernel.quantizes:
+        return [] if q is None else [f"{spec.kernel.value} takes no quantization"]
+    if q is None:
+        return [f"{spec.kernel.value} needs a quantization"]
+    name, problems = spec.kernel.value, []
+    if spec.numerics != "bf16":
+        problems.append(f"numerics is {spec.numerics}, {name} reads bf16")
+    if spec.kernel is Pass.AMAX:
+        if q != Quantization(batched=q.batched, columnwise=q.rht, rht=q.rht):
+            problems.append("amax takes batched and rht, and is columnwise where it transforms")
+        return problems
+    if q.scaling is None or q.element is None:
+        return [*problems, "quantize needs scaling and element"]
+    if not (q.rowwise or q.columnwise):
+        problems.append("quantize is rowwise, columnwise or both")
+    if (q.element is Element.E2M1) != (q.scaling is Scaling.NVFP4):
+        problems.append(f"{q.scaling.value} has no elements {q.element.value}")
+    nvfp4 = q.scaling is Scaling.NVFP4
+    if (q.rht or q.stochastic) and (not nvfp4 or q.two_dimensional):
+        problems.append("rht and stochastic belong to nvfp4 with blocks of one dimension")
+    if q.rht and not q.columnwise:
+        problems.append("rht is columnwise")
+    if q.two_dimensional and q.scaling is Scaling.PER_TENSOR:
+        problems.append("per_tensor has no blocks")
+    if not q.power_of_two and q.scaling is not Scaling.BLOCK_FP8:
+        problems.append("power_of_two belongs to block_fp8")
+    if q.margin and q.scaling is not Scaling.MXFP8:
+        problems.append("margin belongs to mxfp8")
+    if q.amax and q.scaling is not Scaling.PER_TENSOR:
+        problems.append("amax belongs to per_tensor")
+    return problems
