@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_grouped_mlp import kernels
 from cute_grouped_mlp.codegen.render import Rendered
@@ -33,9 +34,11 @@ def path(request):
 
 @pytest.fixture
 def ref():
-    """Run this project's kernels as torch functions, so that fused plans run on the CPU."""
+    """Run this project's kernels as torch functions, so that fused plans run on the CPU; new tensors hold NaN."""
+    torch.use_deterministic_algorithms(True)
     with kernels.using(ReferenceKernels()) as provider:
         yield provider
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -10,19 +10,12 @@ import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
 from cute_grouped_mlp.op import StalePlan
 from cute_grouped_mlp.pipeline import make_contexts
-from cute_grouped_mlp.reference_kernels import ReferenceKernels
 from cute_grouped_mlp.step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X
 
 G, H, F, T = 4, 16, 32, 40
 
 
-@pytest.fixture(autouse=True)
-def ref():
-    """Run this project's kernels as torch functions; new tensors are filled with NaN."""
-    torch.use_deterministic_algorithms(True)
-    with kernels.using(ReferenceKernels()) as provider:
-        yield provider
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("ref")
 
 
 @pytest.fixture
