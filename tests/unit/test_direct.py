@@ -260,6 +260,26 @@ def test_forward_of_a_class_between_is_called():
 
     class Module(cgm.GroupedMLP, Logged): ...
 
-    x, sizes, probs = inputs_of()
-    assert torch.equal(Module(G, H, F, dtype=torch.bfloat16)(x, sizes, probs)[:0], x[:0])
+    plain, between, args = module_of(), Module(G, H, F, dtype=torch.bfloat16), inputs_of()
+    between.load_state_dict(plain.state_dict())
+    assert torch.equal(between(*args), plain(*args))
     assert called == [4]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_float64_scale_gets_a_float64_gradient(launched, fused):
+    module = module_of(bias=True, scale_bias=True)
+    x, sizes, probs = inputs_of()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        rows = probs.detach().to(dtype).requires_grad_()
+        with cgm.settings.override(fuse=fused):
+            y = module(x, sizes, rows)
+            (grad,) = torch.autograd.grad(y, rows, torch.ones_like(y))
+            assert cgm.explain(module, x, sizes, rows).problems == ()
+        assert grad.dtype is dtype
+        found.append((y, grad.double()))
+    assert launched
+    assert not any(t.dtype is torch.float64 for t in launched)
+    for single, double in zip(*found, strict=True):
+        torch.testing.assert_close(double, single, rtol=1e-2, atol=1e-2)
