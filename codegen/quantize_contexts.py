@@ -58,7 +58,10 @@ def quantize_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         found.append(_data("rowwise", k, (*rows, "columns")))
         if k.stores_scales:
             scales = slots if k.row_scales == "square" else rows
-            found.append(_scales("rowwise", k, (*scales, f"columns / {block}")))
+            shape = (*scales, f"columns / {block}")
+            if k.row_scales == "outer":
+                shape = (*matrix, shape[-1], shape[-2])
+            found.append(_scales("rowwise", k, shape))
     if k.columnwise:
         transposed = k.transposed
         found.append(
@@ -66,7 +69,8 @@ def quantize_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
         )
         if k.stores_scales:
             across = f"columns / {block}" if k.column_scales == "square" else "columns"
-            shape = (across, f"slots / {block}") if transposed else (f"slots / {block}", across)
+            first = transposed and k.column_scales != "outer"
+            shape = (across, f"slots / {block}") if first else (f"slots / {block}", across)
             found.append(_scales("columnwise", k, (*matrix, *shape)))
     if k.slot_sizes:
         found.append(TensorArgument("slot_sizes", "Int32", ("groups",), "gets the slots of each group", vectors=False))
@@ -279,12 +283,7 @@ class QuantizeContext:
     @property
     def scale_stores(self) -> bool:
         """Whether scales are written one by one."""
-        return self._scales == "each" and (self.rowwise or self.tiles)
-
-    @property
-    def counts_slots(self) -> bool:
-        """Whether each lane writes what it has of a column itself, or its scales."""
-        return not self.tiles or (self.column_scales == "each" and not self.tile_scales)
+        return (self._scales == "each" and (self.rowwise or self.tiles)) or (self._scales == "outer" and self.rowwise)
 
     @property
     def piece_rows(self) -> int:
@@ -395,22 +394,23 @@ class QuantizeContext:
     def _scales(self) -> str:
         if not self.stores_scales:
             return "none"
-        return "square" if self._q.scaling is Scaling.BLOCK_FP8 and self.two_dimensional else "each"
+        if self._q.scaling is not Scaling.BLOCK_FP8:
+            return "each"
+        return "square" if self.two_dimensional else "outer"
 
     @property
     def row_scales(self) -> str:
-        """How scales of rows are stored: one a block and row ("each"), one a square block ("square"), or "none"."""
+        """How scales of rows are stored.
+
+        "each": one a block and row, those of a row side by side.  "outer": those of a block of columns side by side.
+        "square": one a square block.  "none": not at all.
+        """
         return self._scales
 
     @property
     def column_scales(self) -> str:
         """The same of columns."""
         return self._scales
-
-    @property
-    def stored_scale(self) -> str:
-        """A scale as it is stored."""
-        return "scale.code" if self.code else "scale.value"
 
     def scale_of(self, factor: str, value: str, code: str) -> str:
         """Arguments of a scale."""

@@ -78,6 +78,11 @@ class Quantizer(abc.ABC):
         """Type of the data; uint8 where two elements share a byte."""
 
     @property
+    def outer_major_scales(self) -> bool:
+        """Whether scales of one block column lie side by side in memory, whatever their shape says."""
+        return False
+
+    @property
     def exact_in_bf16(self) -> bool:
         """Whether an element times its block scale has at most the eight significant bits of bf16."""
         return True
@@ -141,6 +146,10 @@ class Quantizer(abc.ABC):
             t = (t.transpose(1, 2) if transpose else t).contiguous()
             return (t if matrices.stacked else t[0]).view(dtype)
 
+        def stored_scale(t: torch.Tensor | None, transpose: bool = False) -> torch.Tensor | None:
+            t = stored(t, self.scale_dtype, transpose)
+            return t if t is None or t.dim() == 1 or not self.outer_major_scales else t.mT.contiguous().mT
+
         as_rows = not self.transposed
         data = stored(row_data, self.data_dtype)
         return QuantizedTensor(
@@ -149,9 +158,9 @@ class Quantizer(abc.ABC):
             quantizer=self,
             matrices=matrices,
             rowwise_data=None if data is None else data.reshape(*x.shape[:-1], data.shape[-1]),
-            rowwise_scale_inv=stored(row_scale, self.scale_dtype),
+            rowwise_scale_inv=stored_scale(row_scale),
             columnwise_data=stored(column_data, self.data_dtype, as_rows),
-            columnwise_scale_inv=stored(column_scale, self.scale_dtype, as_rows and not swizzled),
+            columnwise_scale_inv=stored_scale(column_scale, as_rows and not swizzled),
             amax=parts.amax,
             columnwise_amax=parts.columnwise_amax,
             swizzled=swizzled,
@@ -230,11 +239,13 @@ class QuantizedTensor:
         Of the tensor's shape; E2M1 has two elements in a byte, and so half the last dimension.
     rowwise_scale_inv
         (T, C / b), b elements of a row to each, also where blocks are two-dimensional; of 128x128 blocks
-        (P / 128, C / 128).  Per tensor: (count,), one for each matrix or group.
+        (P / 128, C / 128).  Per tensor: (count,), one for each matrix or group.  Contiguous, but those of FP8 in 1x128
+        blocks have strides (1, T), as PyTorch's and DeepGEMM's GEMMs on Hopper read them.
     columnwise_data
         Transposed, (C, P); of MXFP8, whose tensor cores take either order, (P, C).
     columnwise_scale_inv
-        (C, P / b); of MXFP8 (P / b, C), of 128x128 blocks (C / 128, P / 128).  Per tensor: (count,).
+        (C, P / b); of MXFP8 (P / b, C), of 128x128 blocks (C / 128, P / 128).  Per tensor: (count,).  Of 1x128 blocks
+        with strides (1, C).
     amax : Tensor (count,), fp32
         Largest magnitude of each matrix or group, 0 where it is empty; NaN counts for nothing.  One a row, (T,) or
         (B * R,), where activations are row-scaled.

@@ -28,10 +28,10 @@ class Float8BlockQuantizer(BlockQuantizer):
 
     Notes
     -----
-    Scales are compact where Transformer Engine keeps those of 1x128 blocks transposed and padded for cuBLAS; the
-    numbers are the same.  A block whose amax is 0 or infinite has scale 1.  NaN counts for nothing in the amax and
-    stays NaN; an infinity becomes the largest element.  Where 448 / amax is infinite in fp32, the factor is the largest
-    number of the input's type.
+    Scales of 1x128 blocks have a compact shape and the strides of their transpose, which is how Transformer Engine
+    keeps them for cuBLAS, but for its padding to four rows; the numbers are the same.  A block whose amax is 0 or
+    infinite has scale 1.  NaN counts for nothing in the amax and stays NaN; an infinity becomes the largest element.
+    Where 448 / amax is infinite in fp32, the factor is the largest number of the input's type.
     """
 
     block = 128
@@ -55,6 +55,11 @@ class Float8BlockQuantizer(BlockQuantizer):
     def two_dimensional(self) -> bool:
         """Whether blocks are 128x128."""
         return self.block_scaling_dim == 2
+
+    @property
+    def outer_major_scales(self) -> bool:
+        """Of 1x128 blocks: a tile of a GEMM then reads its rows' scales as one piece of memory."""
+        return not self.two_dimensional
 
     @property
     def exact_in_bf16(self) -> bool:

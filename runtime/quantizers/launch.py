@@ -213,6 +213,8 @@ def quantized(
     if measured is None:
         measured = torch.zeros(1, call.count, dtype=torch.float32, device=x.device)
     scales = {name: outputs.get(f"{name}_scale") for name in ("rowwise", "columnwise")}
+    if quantizer.outer_major_scales:
+        scales = {name: None if t is None else t.mT for name, t in scales.items()}
     if factors is not None:
         scales = {name: factors.reciprocal() if name in outputs else None for name in scales}
 
@@ -257,14 +259,14 @@ class _Call:
             self.slots = slot_count(self.x.shape[0], self.count, quantizer.group_alignment)
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Empty outputs, in the kernel's order."""
+        """Empty outputs, in the kernel's order and shapes."""
         q, block, slots = self.what, self.quantizer.block, self.slots
         rows, columns = self.x.shape[-2:]
         leading = () if self.sizes else (self.count,)
         per_byte = 2 if q.element is Element.E2M1 else 1
         scale_dtype = torch.float32 if q.scaling is Scaling.BLOCK_FP8 else torch.uint8
         square = q.scaling is Scaling.BLOCK_FP8 and q.two_dimensional
-        transposed = q.scaling is not Scaling.MXFP8
+        transposed, outer_major = q.scaling is not Scaling.MXFP8, self.quantizer.outer_major_scales
 
         def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(*leading, *shape, dtype=dtype, device=self.device)
@@ -275,7 +277,8 @@ class _Call:
         elif q.rowwise:
             found["rowwise"] = empty(torch.uint8, rows, columns // per_byte)
             if block > 1:
-                found["rowwise_scale"] = empty(scale_dtype, slots // block if square else rows, -(-columns // block))
+                shape = slots // block if square else rows, -(-columns // block)
+                found["rowwise_scale"] = empty(scale_dtype, *(shape[::-1] if outer_major else shape))
         if q.columnwise and q.emulate:
             found["columnwise"] = empty(torch.bfloat16, slots, columns)
         elif q.columnwise:
@@ -284,7 +287,7 @@ class _Call:
             data, scales = shapes if transposed else tuple(shape[::-1] for shape in shapes)
             found["columnwise"] = empty(torch.uint8, *data)
             if block > 1:
-                found["columnwise_scale"] = empty(scale_dtype, *scales)
+                found["columnwise_scale"] = empty(scale_dtype, *(scales[::-1] if outer_major else scales))
         if q.columnwise and self.sizes:
             found["slot_sizes"] = torch.empty(self.count, dtype=torch.int32, device=self.device)
         return found

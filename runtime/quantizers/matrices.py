@@ -75,6 +75,10 @@ class Matrices:
         matrix = torch.arange(self.batch, device=device).unsqueeze(1) * self.rows
         return matrix + torch.arange(0, self.slots, block, device=device)
 
+    def starts_empty(self, block: int, device: torch.device) -> torch.Tensor:
+        """Whether the first slot of each block of slots has no row: (1 or B, slots / block)."""
+        return (torch.arange(0, self.slots, block, device=device) >= self.rows).unsqueeze(0)
+
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:
         """Largest magnitude of each matrix of (B, R, C), or of (B, slots, C): (count,) or (count, C) in fp32."""
         sizes = _rows_or_columns(x, per_column)
@@ -135,6 +139,10 @@ class Groups(Matrices):
     def first_rows(self, block: int, device: torch.device) -> torch.Tensor:
         """Row with which each block of slots starts, R for one without rows: (1, slots / block)."""
         return self.slot_row[::block].unsqueeze(0)
+
+    def starts_empty(self, block: int, device: torch.device) -> torch.Tensor:
+        """The same: (1, slots / block)."""
+        return (self.slot_row[::block] == self.rows).unsqueeze(0)
 
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:
         """Largest magnitude of each group; 0 for an empty one."""

@@ -66,8 +66,9 @@ class NVFP4Quantizer(BlockQuantizer):
 
     Stochastic rounding: 8 rows, counted from the first of a matrix or group, and 2 columns share the 16 bytes that
     :func:`.philox.random_bytes` gives for r * C + c, the first row (of all) and column; one column's come first.  An
-    element has the same byte in both directions.  Slots past a group's last row, which the transform fills, have bytes
-    of the rows that would be there, a later group's.  Transformer Engine draws other bits.
+    element has the same byte in both directions.  Eight slots past a group's last row, which the transform fills, count
+    as a series of their own, 1 rather than 0, so that no other group's rows have their bytes.  Transformer Engine draws
+    other bits.
     """
 
     block = 16
@@ -151,7 +152,8 @@ class NVFP4Quantizer(BlockQuantizer):
         # Counted by 16: of those the first slot has a row if any has, and after the transform all 16 are numbers.
         first = matrices.first_rows(16, x.device).unsqueeze(-1) + torch.arange(0, 16, 8, device=x.device)
         first = first.flatten(1).unsqueeze(-1) * columns
-        drawn = random_bytes(rng, first + torch.arange(0, columns, 2, device=x.device))
+        padding = matrices.starts_empty(8, x.device).long().unsqueeze(-1)
+        drawn = random_bytes(rng, first + torch.arange(0, columns, 2, device=x.device), padding)
         return torch.unflatten(drawn, -1, (2, 8)).permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)
 
     def default_rng(self, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,7 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def random_bytes(rng: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def random_bytes(rng: torch.Tensor, blocks: torch.Tensor, series: torch.Tensor) -> torch.Tensor:
     """Sixteen random bytes for each of some blocks.
 
     Parameters
@@ -49,14 +49,16 @@ def random_bytes(rng: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         Seed, and an offset that a caller moves on from call to call; never read by the host.
     blocks : Tensor, int64
         Their numbers, not negative.
+    series : Tensor, int64
+        Broadcasts against ``blocks``, from 0 to 2^32 - 1: a number of another series is another block.
 
     Returns
     -------
     Tensor (*blocks.shape, 16), uint8
         Byte i of block b is byte i % 4, from the lowest, of word i // 4 that the counter
-        (b mod 2^32, b div 2^32, offset mod 2^32, 0) gives under the key of the seed's low and high half.
+        (b mod 2^32, b div 2^32, offset mod 2^32, series) gives under the key of the seed's low and high half.
     """
     seed, offset = rng[0], rng[1]
-    counter = (blocks & _MASK, blocks >> 32, offset & _MASK, torch.zeros_like(seed))
+    counter = (blocks & _MASK, blocks >> 32, offset & _MASK, series)
     words = torch.stack(philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK)), -1)
     return torch.stack([(words >> shift & 0xFF).to(torch.uint8) for shift in (0, 8, 16, 24)], -1).flatten(-2)

@@ -38,6 +38,7 @@ BATCHED = {
     "mxfp8_2d": cgq.MXFP8Quantizer(with_2d_quantization=True),
     "nvfp4_2d": cgq.NVFP4Quantizer(with_2d_quantization=True),
     "block_2d": cgq.Float8BlockQuantizer(),
+    "block_1d": cgq.Float8BlockQuantizer(block_scaling_dim=1),
     "block_2d_fp32": cgq.Float8BlockQuantizer(force_pow_2_scales=False),
     "current": cgq.Float8CurrentScalingQuantizer(force_pow_2_scales=True),
     "delayed": cgq.DelayedScalingQuantizer(),
@@ -116,6 +117,8 @@ def same(name, actual, expected):
         return
     assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
     assert actual.dtype == expected.dtype, name
+    strides = zip(actual.shape, actual.stride(), expected.stride(), strict=True)
+    assert all(n == 1 or stride == wanted for n, stride, wanted in strides), name
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
     wrong = actual.view(bits) != expected.view(bits)
     if actual.element_size() > 1 and actual.dtype.is_floating_point:

@@ -183,13 +183,13 @@ def test_philox_known_answers(rounds, counter, key, expected):
     assert tuple(int(word) for word in philox4x32(words(*counter), words(*key), **rounds)) == expected
 
 
-def test_random_bytes_depend_on_seed_offset_and_block_only():
-    rng, blocks = torch.tensor([-5, 2**40 + 3]), torch.arange(1000)
-    first = random_bytes(rng, blocks)
+def test_random_bytes_depend_on_seed_offset_block_and_series_only():
+    rng, blocks, series = torch.tensor([-5, 2**40 + 3]), torch.arange(1000), torch.tensor(0)
+    first = random_bytes(rng, blocks, series)
     assert first.shape == (1000, 16)
-    assert torch.equal(first[10:20], random_bytes(rng, blocks[10:20]))
-    changes = [(rng + torch.tensor(step), blocks) for step in ((1, 0), (2**32, 0), (0, 1))]
-    for other in (*changes, (rng, blocks + 1000), (rng, blocks + 2**32)):
+    assert torch.equal(first[10:20], random_bytes(rng, blocks[10:20], series))
+    changes = [(rng + torch.tensor(step), blocks, series) for step in ((1, 0), (2**32, 0), (0, 1))]
+    for other in (*changes, (rng, blocks + 1000, series), (rng, blocks + 2**32, series), (rng, blocks, series + 1)):
         assert (first == random_bytes(*other)).float().mean() < 0.02
     assert first.unique().tolist() == list(range(256))
     assert abs(first.double().mean().item() - 127.5) < 3

@@ -174,7 +174,7 @@ def test_an_element_gets_the_same_random_byte_in_both_directions(batched):
     for start, length in zip(starts, lengths, strict=True):
         for row in range(length):
             first = start + row // 8 * 8
-            drawn_bytes = random_bytes(rng, first * columns + torch.arange(0, columns, 2))
+            drawn_bytes = random_bytes(rng, first * columns + torch.arange(0, columns, 2), torch.tensor(0))
             byte = drawn_bytes[:, [row % 8, 8 + row % 8]].flatten()
             expected = torch.where(flat[start + row] == 6.0, 6.0, torch.where(byte >= 192, 3.0, 2.0))
             for values in (rowwise, columnwise):
@@ -183,15 +183,21 @@ def test_an_element_gets_the_same_random_byte_in_both_directions(batched):
     assert drawn == {2.0, 3.0, 6.0}
 
 
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rows", [3, 8, 11])
-def test_random_bytes_of_slots_without_rows(rows):
-    """After the transform they hold numbers too: a group's are those of the group with its zeros written out."""
-    quantizer = cgq.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
-    x = some(16 + rows + 40, 32)
-    filled = torch.cat((x[: 16 + rows], torch.zeros(16 - rows, 32, dtype=x.dtype)))
-    q = quantizer.quantize(x, torch.tensor([16, rows]))
-    expected = quantizer.quantize(filled, torch.tensor([16, 16]))
-    assert torch.equal(q.columnwise_data, expected.columnwise_data[:, : q.columnwise_data.shape[1]])
+def test_random_bytes_of_slots_without_rows(rows, batched):
+    """After the transform they hold numbers too: eight of them have bytes of a series of their own."""
+    quantizer = cgq.NVFP4Quantizer(with_rht=True, stochastic_rounding=True, group_alignment=16)
+    rng, columns = torch.tensor([3, 1]), 32
+    x, sizes = (some(2, rows, columns), None) if batched else (some(rows + 40, columns), torch.tensor([rows, 40]))
+    matrices = quantizer._matrices(x, sizes, batched)
+    drawn = quantizer._draw(x.reshape(matrices.batch, -1, columns), matrices, rng)
+    for start, slots in ((0, drawn[0]), (rows, drawn[1] if batched else drawn[0, 16:])):
+        length = 40 if start and not batched else rows
+        for slot in range(0, 16, 8):
+            series = torch.tensor(int(slot >= length))
+            expected = random_bytes(rng, (start + slot) * columns + torch.arange(0, columns, 2), series)
+            same(slots[slot : slot + 8].t().reshape(-1, 16), expected)
 
 
 @ALL

@@ -220,6 +220,14 @@ class TestBlockFP8:
                 expected[block] = round_fp8((f32(wide[block]) * scale).astype(float), dtype)
             same(data.float(), expected)
 
+    def test_scales_of_a_block_column_lie_side_by_side(self):
+        q = cgq.Float8BlockQuantizer(block_scaling_dim=1).quantize(some(130, 384))
+        assert (q.rowwise_scale_inv.shape, q.rowwise_scale_inv.stride()) == ((130, 3), (1, 130))
+        assert (q.columnwise_scale_inv.shape, q.columnwise_scale_inv.stride()) == ((384, 2), (1, 384))
+        q = cgq.Float8BlockQuantizer(block_scaling_dim=1).quantize(torch.randn(2, 130, 384), batched=True)
+        assert (q.rowwise_scale_inv.shape, q.rowwise_scale_inv.stride()) == ((2, 130, 3), (390, 1, 130))
+        assert cgq.Float8BlockQuantizer().quantize(some(130, 384)).rowwise_scale_inv.is_contiguous()
+
     def test_columns_past_the_rows_are_zero(self):
         q = cgq.Float8BlockQuantizer(block_scaling_dim=1).quantize(some(130, 128))
         assert q.columnwise_data.shape == (128, 256)

@@ -251,6 +251,8 @@ class TestLaunch:
         assert (got is None) == (expected is None)
         if got is not None:
             assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+            for n, stride, wanted in zip(got.shape, got.stride(), expected.stride(), strict=True):
+                assert n == 1 or stride == wanted
 
     def test_plain_torch_does_what_kernels_cannot(self):
         x = torch.randn(64, 64).to(torch.bfloat16)
