@@ -356,7 +356,8 @@ class QuantizeContext:
     @property
     def frees_registers(self) -> bool:
         """Whether random words, or without a transform elements, leave their registers between the directions."""
-        return self.stochastic and self.rowwise and self.columnwise
+        packed = self._q.scaling is Scaling.NVFP4 and self.shares and not self.rht
+        return (self.stochastic or packed) and self.rowwise and self.columnwise
 
     @property
     def saves_words(self) -> bool:
@@ -374,6 +375,21 @@ class QuantizeContext:
         return self.row_amaxes or self.column_amaxes
 
     # ------------------------------------------------------------------ scales
+
+    @property
+    def shares(self) -> bool:
+        """Whether lanes that share blocks compute a part of their scales each, and tell one another the factors."""
+        return self.stores_scales and not self.uniform
+
+    @property
+    def sharers(self) -> int:
+        """Lanes that do so for blocks of rows."""
+        return min(8, self.block // 8)
+
+    @property
+    def column_words(self) -> int:
+        """Words of two columns whose scales a lane computes."""
+        return 2 if self.shares else 4
 
     @property
     def value(self) -> bool:
