@@ -25,7 +25,8 @@ def shared_bytes(spec: KernelSpec) -> int:
     """Bytes of shared memory that a kernel asks for: two of pieces, of what warps tell one another, and of tiles."""
     k = QuantizeContext(spec)
     words = 8 * 16 * (1 if k.two_dimensional else 4)
-    return 2 * (8 * 256 * 16 + (4 * words if k.exchanges else 0) + (k.tile_bytes if k.tiles else 0))
+    runs = k.piece_rows * (4 * 128 // k.block + 4) if k.runs else 0
+    return 2 * (8 * 256 * 16 + (4 * words if k.exchanges else 0) + (k.tile_bytes if k.tiles else 0) + runs)
 
 
 def quantize_tensors(spec: KernelSpec) -> tuple[TensorArgument, ...]:
@@ -276,6 +277,11 @@ class QuantizeContext:
         return self.tiles and self.code
 
     @property
+    def runs(self) -> bool:
+        """Whether the row scales of neighbouring pieces are written together: a piece has 8 bytes of a row."""
+        return self.tile_scales and self.rowwise
+
+    @property
     def stores_rows(self) -> bool:
         """Whether lanes write pieces of rows."""
         return self.rowwise or not self.tiles
@@ -358,6 +364,11 @@ class QuantizeContext:
         """Whether random words, or without a transform elements, leave their registers between the directions."""
         packed = self._q.scaling is Scaling.NVFP4 and self.shares and not self.rht
         return (self.stochastic or packed) and self.rowwise and self.columnwise
+
+    @property
+    def deep(self) -> bool:
+        """Whether two pieces are fetched ahead, one into the buffer of the piece in registers: if any are left."""
+        return self._q.scaling is not Scaling.NVFP4 and not (self.ranged and not self.batched)
 
     @property
     def saves_words(self) -> bool:
@@ -499,6 +510,7 @@ class QuantizeContext:
         names += [f"shared: {'cute.Tensor' if self.two_dimensional else 'Int32'}"] if self.exchanges else []
         names += ["tile: Int32"] if self.tiles else []
         names += ["buffer: Int32"] if self.frees_registers else []
+        names += ["run: Run"] if self.runs else []
         return names
 
     @property
@@ -522,6 +534,7 @@ class QuantizeContext:
         names += ["outside: cute.Tensor"] if self.ranged else []
         names += ["shared: Int32"] if self.exchanges and not self.uniform and direction == "columns" else []
         names += ["tile: Int32"] if self.tiles and direction == "columns" else []
+        names += ["run: Run"] if self.runs else []
         return names
 
     def writer_arguments(self, direction: str) -> str:
@@ -591,6 +604,18 @@ class QuantizeContext:
             return f"x.shape[0], x.shape[1], x.shape[2], {'slots' if self._slotted else 'x.shape[1]'}"
         slots = "slots, alignment" if self._slotted else "x.shape[0], Int32(1)"
         return f"sizes.shape[0], x.shape[0], x.shape[1], {slots}"
+
+    @property
+    def slots_extent(self) -> str:
+        """Slots of all groups or matrices."""
+        return "slots * x.shape[0]" if self.batched else "slots"
+
+    @property
+    def locate_arguments(self) -> str:
+        """Arguments of the function that finds a piece."""
+        names = ["index", "step"] if self.runs else ["index"]
+        names += [] if self.batched else ["window", "sizes"]
+        return ", ".join([*names, "shape"] if self.batched else [*names, "shape", "status"])
 
     @property
     def divisor(self) -> int:

@@ -304,6 +304,21 @@ def test_packed_matrices(name, directions):
     check_packed(BATCHED[name], x, None, directions, batched=True)
 
 
+@pytest.mark.parametrize("columns", [1104, 2064])  # nine pieces in runs of 3, 17 in runs of 4 of which the last has one
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht_sr", "block_1d"])
+def test_packed_runs(name, columns):
+    """With much work a team takes neighbouring pieces of a row in turn, and writes their rows' scales together."""
+    tokens = 2**27 // columns
+    sizes = torch.tensor([0, 1, tokens // 3, 129, 0, tokens // 2, 1000], device="cuda")
+    check_packed(GROUPED[name], numbers("edges", tokens, columns), sizes, (True, True), **rng_of(GROUPED[name]))
+
+
+@pytest.mark.parametrize("columns", [1104, 2064])
+def test_packed_runs_of_matrices(columns):
+    x = numbers("edges", 7 * 8800, columns).reshape(7, 8800, columns)
+    check_packed(BATCHED["nvfp4_2d"], x, None, (True, True), batched=True)
+
+
 def check_packed(quantizer, x, sizes, directions, **arguments):
     rowwise, columnwise = directions
     expected = dataclasses.replace(quantizer, rowwise=rowwise, columnwise=columnwise).quantize(x, sizes, **arguments)
