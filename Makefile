@@ -27,7 +27,7 @@ format: $(STAMP)  ## generated files are left alone: linters' rewrites change de
 typecheck: $(STAMP) links
 	$(BIN)/mypy
 
-sanitize: $(STAMP)  ## memcheck and racecheck of a training step's kernels; needs a Hopper GPU and compute-sanitizer
+sanitize: $(STAMP)  ## memcheck and racecheck of the kernels of training steps and quantisers; needs a Hopper GPU and compute-sanitizer
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool memcheck $(BIN)/python tests/gpu/sanitize.py
 	compute-sanitizer --error-exitcode 1 --tool racecheck $(BIN)/python tests/gpu/sanitize.py --hidden 256 --ffn 128
 

@@ -1,4 +1,4 @@
-"""Launches every kernel of a training step on inputs that show races and stray accesses, for compute-sanitizer.
+"""Launches kernels on inputs that show races and stray accesses, for compute-sanitizer: a training step's, quantisers'.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py    (racecheck likewise; `make sanitize` runs both)
 
@@ -12,8 +12,10 @@ import random
 import torch
 
 from cute_grouped_mlp import kernels
+from cute_grouped_mlp import quantization as cgq
 from cute_grouped_mlp.codegen.select import step_specs
 from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass
+from cute_grouped_mlp.quantizers import launch as quantize
 
 _RANDOM = random.Random(0)
 #: Split sizes and rows of the buffer: many short groups; one long among tiny ones; empties and a tail.
@@ -22,6 +24,32 @@ CASES = {
     "n8": ([8192] + [_RANDOM.randint(1, 16) for _ in range(31)], None),
     "k3": ([0, 65, 0, 190, 0], 257),
 }
+#: Split sizes, rows and columns of what is quantised: ragged groups; so much that teams work on runs of pieces.
+QUANTIZE_CASES = {
+    "ragged": ([1, 63, 0, 64, 65, 127, 129, 200], 700, 160),
+    "runs": ([100, 0, 70_001, 65_000], 136_000, 512),
+}
+QUANTIZERS = {
+    "mxfp8": cgq.MXFP8Quantizer(),
+    "nvfp4": cgq.NVFP4Quantizer(),
+    "nvfp4, transform": cgq.NVFP4Quantizer(with_rht=True),
+    "nvfp4, transform, by chance": cgq.NVFP4Quantizer(with_rht=True, stochastic_rounding=True),
+    "block fp8": cgq.Float8BlockQuantizer(block_scaling_dim=1),
+    "current scaling": cgq.Float8CurrentScalingQuantizer(),
+}
+
+
+def quantise(sizes, tokens, columns):
+    """Every quantiser, in both directions and columnwise alone, as bytes and as bf16 numbers."""
+    device = torch.device("cuda", 0)
+    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+    splits = torch.tensor(sizes, device=device)
+    for quantizer in QUANTIZERS.values():
+        for rowwise, emulate in ((True, False), (True, True), (False, False), (False, True)):
+            where = {"batched": False, "rowwise": rowwise, "columnwise": True}
+            specs = quantize.specs_of(quantizer, x, splits, emulate=emulate, **where)
+            (quantize.emulated if emulate else quantize.quantized)(quantizer, specs, x, splits)
+            torch.cuda.synchronize()
 
 
 def step(sizes, tokens, hidden, ffn):
@@ -71,11 +99,16 @@ def step(sizes, tokens, hidden, ffn):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("cases", nargs="*", default=[*CASES, *QUANTIZE_CASES])
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--ffn", type=int, default=256)
     options = parser.parse_args()
     for name in options.cases:
+        if name in QUANTIZE_CASES:
+            sizes, tokens, columns = QUANTIZE_CASES[name]
+            quantise(sizes, tokens, columns)
+            print(f"{name}: {len(sizes)} groups, {tokens} rows, {columns} columns, {len(QUANTIZERS)} quantisers: ran")
+            continue
         sizes, tokens = CASES[name]
         step(sizes, tokens or sum(sizes), options.hidden, options.ffn)
         print(
