@@ -7,6 +7,7 @@ With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, s
 """
 
 import argparse
+import itertools
 import random
 
 import torch
@@ -24,11 +25,6 @@ CASES = {
     "n8": ([8192] + [_RANDOM.randint(1, 16) for _ in range(31)], None),
     "k3": ([0, 65, 0, 190, 0], 257),
 }
-#: Split sizes, rows and columns of what is quantised: ragged groups; so much that teams work on runs of pieces.
-QUANTIZE_CASES = {
-    "ragged": ([1, 63, 0, 64, 65, 127, 129, 200], 700, 160),
-    "runs": ([100, 0, 70_001, 65_000], 136_000, 512),
-}
 QUANTIZERS = {
     "mxfp8": cgq.MXFP8Quantizer(),
     "nvfp4": cgq.NVFP4Quantizer(),
@@ -37,15 +33,22 @@ QUANTIZERS = {
     "block fp8": cgq.Float8BlockQuantizer(block_scaling_dim=1),
     "current scaling": cgq.Float8CurrentScalingQuantizer(),
 }
+#: Split sizes, rows and columns of what is quantised, by which quantisers, and whether only as bytes both ways: ragged
+#: groups; and so much that teams work on runs of pieces, which NVFP4's bytes do.
+QUANTIZE_CASES = {
+    "ragged": ([1, 63, 0, 64, 65, 127, 129, 200], 700, 160, list(QUANTIZERS), False),
+    "runs": ([100, 0, 70_001, 65_000], 136_000, 512, ["nvfp4"], True),
+}
 
 
-def quantise(sizes, tokens, columns):
-    """Every quantiser, in both directions and columnwise alone, as bytes and as bf16 numbers."""
+def quantise(sizes, tokens, columns, names, only_both):
+    """Columnwise, with rows and alone, as bytes and as bf16 numbers."""
     device = torch.device("cuda", 0)
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
     splits = torch.tensor(sizes, device=device)
-    for quantizer in QUANTIZERS.values():
-        for rowwise, emulate in ((True, False), (True, True), (False, False), (False, True)):
+    for name in names:
+        quantizer = QUANTIZERS[name]
+        for rowwise, emulate in [(True, False)] if only_both else itertools.product((True, False), (True, False)):
             where = {"batched": False, "rowwise": rowwise, "columnwise": True}
             specs = quantize.specs_of(quantizer, x, splits, emulate=emulate, **where)
             (quantize.emulated if emulate else quantize.quantized)(quantizer, specs, x, splits)
@@ -105,9 +108,9 @@ def main():
     options = parser.parse_args()
     for name in options.cases:
         if name in QUANTIZE_CASES:
-            sizes, tokens, columns = QUANTIZE_CASES[name]
-            quantise(sizes, tokens, columns)
-            print(f"{name}: {len(sizes)} groups, {tokens} rows, {columns} columns, {len(QUANTIZERS)} quantisers: ran")
+            sizes, tokens, columns, names, only_both = QUANTIZE_CASES[name]
+            quantise(sizes, tokens, columns, names, only_both)
+            print(f"{name}: {len(sizes)} groups, {tokens} rows, {columns} columns, {len(names)} quantisers: ran")
             continue
         sizes, tokens = CASES[name]
         step(sizes, tokens or sum(sizes), options.hidden, options.ffn)
