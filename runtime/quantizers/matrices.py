@@ -76,8 +76,8 @@ class Matrices:
         return matrix + torch.arange(0, self.slots, block, device=device)
 
     def starts_empty(self, block: int, device: torch.device) -> torch.Tensor:
-        """Whether the first slot of each block of slots has no row: (1 or B, slots / block)."""
-        return (torch.arange(0, self.slots, block, device=device) >= self.rows).unsqueeze(0)
+        """Whether the first slot of each block of slots has no row: (B, slots / block)."""
+        return (torch.arange(0, self.slots, block, device=device) >= self.rows).expand(self.batch, -1)
 
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:
         """Largest magnitude of each matrix of (B, R, C), or of (B, slots, C): (count,) or (count, C) in fp32."""
@@ -141,7 +141,7 @@ class Groups(Matrices):
         return self.slot_row[::block].unsqueeze(0)
 
     def starts_empty(self, block: int, device: torch.device) -> torch.Tensor:
-        """The same: (1, slots / block)."""
+        """The same, R standing for no row: (1, slots / block)."""
         return (self.slot_row[::block] == self.rows).unsqueeze(0)
 
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:

@@ -32,12 +32,15 @@ QUANTIZERS = {
     "nvfp4, transform, by chance": cgq.NVFP4Quantizer(with_rht=True, stochastic_rounding=True),
     "block fp8": cgq.Float8BlockQuantizer(block_scaling_dim=1),
     "current scaling": cgq.Float8CurrentScalingQuantizer(),
+    "nvfp4, weights": cgq.NVFP4Quantizer(with_2d_quantization=True),
+    "block fp8, weights": cgq.Float8BlockQuantizer(),
 }
 #: Split sizes, rows and columns of what is quantised, by which quantisers, and whether only as bytes both ways: ragged
-#: groups; and so much that teams work on runs of pieces, which NVFP4's bytes do.
+#: groups; so much that teams work on runs of pieces, which NVFP4's bytes do; three matrices.
 QUANTIZE_CASES = {
-    "ragged": ([1, 63, 0, 64, 65, 127, 129, 200], 700, 160, list(QUANTIZERS), False),
-    "runs": ([100, 0, 70_001, 65_000], 136_000, 512, ["nvfp4"], True),
+    "ragged": ([1, 63, 0, 64, 65, 127, 129, 200], 700, 160, list(QUANTIZERS)[:6], False),
+    "runs": ([100, 0, 70_001, 130_000], 200_200, 512, ["nvfp4"], True),
+    "matrices": (None, 3 * 136, 160, ["mxfp8", "block fp8", "nvfp4, weights", "block fp8, weights"], False),
 }
 
 
@@ -45,13 +48,14 @@ def quantise(sizes, tokens, columns, names, only_both):
     """Columnwise, with rows and alone, as bytes and as bf16 numbers."""
     device = torch.device("cuda", 0)
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    splits = torch.tensor(sizes, device=device)
+    splits, batched = None if sizes is None else torch.tensor(sizes, device=device), sizes is None
+    x = x.reshape(3, -1, columns) if batched else x
     for name in names:
         quantizer = QUANTIZERS[name]
         for rowwise, emulate in [(True, False)] if only_both else itertools.product((True, False), (True, False)):
-            where = {"batched": False, "rowwise": rowwise, "columnwise": True}
+            where = {"batched": batched, "rowwise": rowwise, "columnwise": True}
             specs = quantize.specs_of(quantizer, x, splits, emulate=emulate, **where)
-            (quantize.emulated if emulate else quantize.quantized)(quantizer, specs, x, splits)
+            (quantize.emulated if emulate else quantize.quantized)(quantizer, specs, x, splits, batched=batched)
             torch.cuda.synchronize()
 
 
@@ -110,7 +114,7 @@ def main():
         if name in QUANTIZE_CASES:
             sizes, tokens, columns, names, only_both = QUANTIZE_CASES[name]
             quantise(sizes, tokens, columns, names, only_both)
-            print(f"{name}: {len(sizes)} groups, {tokens} rows, {columns} columns, {len(names)} quantisers: ran")
+            print(f"{name}: {tokens} rows, {columns} columns, {len(names)} quantisers: ran")
             continue
         sizes, tokens = CASES[name]
         step(sizes, tokens or sum(sizes), options.hidden, options.ffn)

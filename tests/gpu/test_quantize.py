@@ -304,19 +304,35 @@ def test_packed_matrices(name, directions):
     check_packed(BATCHED[name], x, None, directions, batched=True)
 
 
-@pytest.mark.parametrize("columns", [1104, 2064])  # nine pieces in runs of 3, 17 in runs of 4 of which the last has one
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht_sr", "block_1d"])
+def rows_in_runs(columns):
+    """Rows that are work enough for the schedule to hand out pieces in runs of up to four: quantize.jinja, RUN."""
+    teams = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    return 2 * 4 * 4 * teams * 128 // -(-columns // 128)
+
+
+@pytest.mark.parametrize(
+    "columns", [1104, 1296]
+)  # nine pieces, the last one short, and eleven: runs of 4, 4 and 1 or 3
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht_sr"])
 def test_packed_runs(name, columns):
     """With much work a team takes neighbouring pieces of a row in turn, and writes their rows' scales together."""
-    tokens = 2**27 // columns
+    tokens = rows_in_runs(columns)
     sizes = torch.tensor([0, 1, tokens // 3, 129, 0, tokens // 2, 1000], device="cuda")
     check_packed(GROUPED[name], numbers("edges", tokens, columns), sizes, (True, True), **rng_of(GROUPED[name]))
 
 
-@pytest.mark.parametrize("columns", [1104, 2064])
+@pytest.mark.parametrize("columns", [256, 1104])
 def test_packed_runs_of_matrices(columns):
-    x = numbers("edges", 7 * 8800, columns).reshape(7, 8800, columns)
+    rows = rows_in_runs(columns) // 7
+    x = numbers("edges", 7 * rows, columns).reshape(7, rows, columns)
     check_packed(BATCHED["nvfp4_2d"], x, None, (True, True), batched=True)
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_packed_scales_of_many_pieces(directions):
+    tokens = rows_in_runs(1104)
+    sizes = torch.tensor([0, 1, tokens // 3, 129, 0, tokens // 2, 1000], device="cuda")
+    check_packed(GROUPED["block_1d"], numbers("edges", tokens, 1104), sizes, directions)
 
 
 def check_packed(quantizer, x, sizes, directions, **arguments):
@@ -330,9 +346,9 @@ def check_packed(quantizer, x, sizes, directions, **arguments):
         for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
             got, want = getattr(q, name), getattr(expected, name)
             same(name, got, want)
-        for name in ("rowwise_data", "columnwise_data"):
-            if (t := getattr(q, name)) is not None:
-                t.view(torch.uint8).fill_(0xAB)
+        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
+            if (t := getattr(q, name)) is not None:  # its memory is handed out again
+                torch.as_strided(t, (t.numel(),), (1,)).view(torch.uint8).fill_(0xAB)
         del q, t, got
 
 

@@ -10,7 +10,7 @@ from cute_grouped_mlp.codegen import tiles
 from cute_grouped_mlp.codegen.aot import build_folder
 from cute_grouped_mlp.codegen.artifacts import Artifact
 from cute_grouped_mlp.codegen.catalog import default_catalog
-from cute_grouped_mlp.codegen.quantize_contexts import shared_bytes
+from cute_grouped_mlp.codegen.quantize_decisions import shared_bytes
 from cute_grouped_mlp.codegen.spec import Arch
 
 CATALOG = default_catalog(Arch.SM90A)

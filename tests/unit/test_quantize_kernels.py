@@ -13,7 +13,8 @@ from cute_grouped_mlp import quantization as cgq
 from cute_grouped_mlp.codegen.catalog import default_catalog, full_catalog
 from cute_grouped_mlp.codegen.compile import compile_kernel
 from cute_grouped_mlp.codegen.errors import RenderError
-from cute_grouped_mlp.codegen.quantize_contexts import QuantizeContext, quantize_tensors, shared_bytes
+from cute_grouped_mlp.codegen.quantize_contexts import QuantizeContext
+from cute_grouped_mlp.codegen.quantize_decisions import quantize_tensors, shared_bytes
 from cute_grouped_mlp.codegen.render import render
 from cute_grouped_mlp.codegen.select import amax_spec, quantize_spec
 from cute_grouped_mlp.codegen.spec import Arch, Element, KernelSpec, Pass, Quantization, Scaling
