@@ -78,8 +78,8 @@ class Quantizer(abc.ABC):
         """Type of the data; uint8 where two elements share a byte."""
 
     @property
-    def outer_major_scales(self) -> bool:
-        """Whether scales of one block column lie side by side in memory, whatever their shape says."""
+    def outer_dim_major_scales(self) -> bool:
+        """Whether scales (outer, blocks) lie with the outer dimension innermost: strides (1, outer)."""
         return False
 
     @property
@@ -147,8 +147,8 @@ class Quantizer(abc.ABC):
             return (t if matrices.stacked else t[0]).view(dtype)
 
         def stored_scale(t: torch.Tensor | None, transpose: bool = False) -> torch.Tensor | None:
-            t = stored(t, self.scale_dtype, transpose != self.outer_major_scales)
-            return t.mT if t is not None and self.outer_major_scales else t
+            t = stored(t, self.scale_dtype, transpose != self.outer_dim_major_scales)
+            return t.mT if t is not None and self.outer_dim_major_scales else t
 
         as_rows = not self.transposed
         data = stored(row_data, self.data_dtype)
@@ -240,12 +240,12 @@ class QuantizedTensor:
     rowwise_scale_inv
         (T, C / b), b elements of a row to each, also where blocks are two-dimensional; of 128x128 blocks
         (P / 128, C / 128).  Per tensor: (count,), one for each matrix or group.  Contiguous, but those of FP8 in 1x128
-        blocks have strides (1, T), or in a batch (T * C / 128, 1, T): outer-major, as GEMMs on Hopper read them.
+        blocks are outer-dim-major, as ``torch._scaled_mm`` takes them: strides (1, T), in a batch (T * C / 128, 1, T).
     columnwise_data
         Transposed, (C, P); of MXFP8, whose tensor cores take either order, (P, C).
     columnwise_scale_inv
         (C, P / b); of MXFP8 (P / b, C), of 128x128 blocks (C / 128, P / 128).  Per tensor: (count,).  Of 1x128 blocks
-        outer-major too, with strides (1, C).
+        outer-dim-major too, with strides (1, C).
     amax : Tensor (count,), fp32
         Largest magnitude of each matrix or group, 0 where it is empty; NaN counts for nothing.  One a row, (T,) or
         (B * R,), where activations are row-scaled.

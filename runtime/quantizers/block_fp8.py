@@ -28,8 +28,8 @@ class Float8BlockQuantizer(BlockQuantizer):
 
     Notes
     -----
-    Scales of 1x128 blocks have a compact shape and the strides of their transpose, which is how Transformer Engine
-    keeps them for cuBLAS, but for its padding to four rows; the numbers are the same.  A block whose amax is 0 or
+    Scales of 1x128 blocks have a compact shape and the strides of their transpose, outer-dim-major, as PyTorch's scaled
+    GEMM takes them; Transformer Engine keeps the same for cuBLAS, padded to four rows.  A block whose amax is 0 or
     infinite has scale 1.  NaN counts for nothing in the amax and stays NaN; an infinity becomes the largest element.
     Where 448 / amax is infinite in fp32, the factor is the largest number of the input's type.
     """
@@ -57,8 +57,8 @@ class Float8BlockQuantizer(BlockQuantizer):
         return self.block_scaling_dim == 2
 
     @property
-    def outer_major_scales(self) -> bool:
-        """Of 1x128 blocks: a tile of a GEMM then reads its rows' scales as one piece of memory."""
+    def outer_dim_major_scales(self) -> bool:
+        """Of 1x128 blocks: a GEMM then reads the scales of a tile's rows as one piece of memory."""
         return not self.two_dimensional
 
     @property

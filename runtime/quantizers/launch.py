@@ -213,7 +213,7 @@ def quantized(
     if measured is None:
         measured = torch.zeros(1, call.count, dtype=torch.float32, device=x.device)
     scales = {name: outputs.get(f"{name}_scale") for name in ("rowwise", "columnwise")}
-    if quantizer.outer_major_scales:
+    if quantizer.outer_dim_major_scales:
         scales = {name: None if t is None else t.mT for name, t in scales.items()}
     if factors is not None:
         scales = {name: factors.reciprocal() if name in outputs else None for name in scales}
@@ -266,7 +266,7 @@ class _Call:
         per_byte = 2 if q.element is Element.E2M1 else 1
         scale_dtype = torch.float32 if q.scaling is Scaling.BLOCK_FP8 else torch.uint8
         square = q.scaling is Scaling.BLOCK_FP8 and q.two_dimensional
-        transposed, outer_major = q.scaling is not Scaling.MXFP8, self.quantizer.outer_major_scales
+        transposed, outer_dim_major = q.scaling is not Scaling.MXFP8, self.quantizer.outer_dim_major_scales
 
         def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(*leading, *shape, dtype=dtype, device=self.device)
@@ -278,7 +278,7 @@ class _Call:
             found["rowwise"] = empty(torch.uint8, rows, columns // per_byte)
             if block > 1:
                 shape = slots // block if square else rows, -(-columns // block)
-                found["rowwise_scale"] = empty(scale_dtype, *(shape[::-1] if outer_major else shape))
+                found["rowwise_scale"] = empty(scale_dtype, *(shape[::-1] if outer_dim_major else shape))
         if q.columnwise and q.emulate:
             found["columnwise"] = empty(torch.bfloat16, slots, columns)
         elif q.columnwise:
@@ -287,7 +287,7 @@ class _Call:
             data, scales = shapes if transposed else tuple(shape[::-1] for shape in shapes)
             found["columnwise"] = empty(torch.uint8, *data)
             if block > 1:
-                found["columnwise_scale"] = empty(scale_dtype, *(scales[::-1] if outer_major else scales))
+                found["columnwise_scale"] = empty(scale_dtype, *(scales[::-1] if outer_dim_major else scales))
         if q.columnwise and self.sizes:
             found["slot_sizes"] = torch.empty(self.count, dtype=torch.int32, device=self.device)
         return found
