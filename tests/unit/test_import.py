@@ -1,4 +1,4 @@
-"""``import cute_grouped_mlp`` needs neither CUDA nor the DSL, and reads and creates nothing that it could leave."""
+"""``import cute_grouped_mlp`` imports nothing but its own modules beside torch, starts no CUDA and creates no file."""
 
 import os
 import subprocess
