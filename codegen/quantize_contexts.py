@@ -35,7 +35,9 @@ class QuantizeContext(QuantizeDecisions):
     def summary(self) -> str:
         """What is computed, for the module's docstring."""
         tensors = ", ".join(
-            f"{t.name} {_shape(t)}" for t in quantize_tensors(self.spec) if t.name not in ("slot_sizes", "status")
+            f"{t.name} {_shape(t)}".replace(" ", "\u00a0")
+            for t in quantize_tensors(self.spec)
+            if t.name not in ("slot_sizes", "status")
         )
         if self._measures:
             text = (
@@ -55,7 +57,7 @@ class QuantizeContext(QuantizeDecisions):
         if self.rowwise and not self.batched:
             text += "\nRows past sum(S) come out 0."
         lines = textwrap.wrap(f"{tensors}.", 112, break_long_words=False)
-        return f"{text}\n\n" + "\n".join(f"    {line}" for line in lines)
+        return f"{text}\n\n" + "\n".join(f"    {line}" for line in lines).replace("\u00a0", " ")
 
     @property
     def scalar_types(self) -> str:
