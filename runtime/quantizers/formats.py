@@ -66,7 +66,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e2m1_stochastic(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values to E2M1, up or down by chance: many roundings have the value for their mean.
+    """Round fp32 values to E2M1, up or down by chance.
 
     Parameters
     ----------

@@ -305,7 +305,7 @@ def test_packed_matrices(name, directions):
 
 
 def rows_in_runs(columns):
-    """Rows that are work enough for the schedule to hand out pieces in runs of up to four: quantize.jinja, RUN."""
+    """Rows that are work enough for the schedule to hand out pieces in runs of up to four: quantize_schedule.jinja."""
     teams = 2 * torch.cuda.get_device_properties(0).multi_processor_count
     return 2 * 4 * 4 * teams * 128 // -(-columns // 128)
 
