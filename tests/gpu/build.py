@@ -7,6 +7,7 @@ CUTE_GROUPED_MLP_AOT_DIRS=DIR python -m pytest -m gpu          (on the GPU machi
 import argparse
 import importlib.util
 import pathlib
+import sys
 
 from cute_grouped_mlp.codegen.aot import build_folder
 from cute_grouped_mlp.codegen.catalog import default_catalog
@@ -19,6 +20,7 @@ def main():
     parser.add_argument("-j", "--jobs", type=int, default=2)
     options = parser.parse_args()
     specs = list(default_catalog(Arch.SM90A))
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "helpers"))  # as pytest does
     for name in ("test_kernels", "test_module", "test_quantize", "test_recipes"):
         loaded = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
         tests = importlib.util.module_from_spec(loaded)

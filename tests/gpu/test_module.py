@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from references import expected_step
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels, reference
@@ -75,28 +76,6 @@ def step(module, x, sizes, probs, dy, *, frozen=(), recipe=None, poison=True):
         if y.requires_grad:
             y.backward(dy)
     return {"y": y.detach()} | {name: t.grad for name, t in tensors.items() if t is not None and t.grad is not None}
-
-
-def expected_step(module, x, sizes, probs, dy, **options):
-    weights = {name: p.detach() for name, p in module.named_parameters()}
-    act = module.activation
-    s = reference.grouped_mlp(
-        x.detach(),
-        weights["fc1.weight"],
-        weights["fc2.weight"],
-        sizes,
-        None if probs is None else probs.detach(),
-        dy,
-        activation=act.activation,
-        interleave=act.glu_interleave_size,
-        params=act.params,
-        b1=weights.get("fc1.bias"),
-        b2=weights.get("fc2.bias"),
-        **options,
-    )
-    found = {"y": s.y, "x": s.dx, "probs": s.dprobs, "fc1.weight": s.dw1, "fc2.weight": s.dw2}
-    found |= {"fc1.bias": s.db1, "fc2.bias": s.db2}
-    return {name: t for name, t in found.items() if t is not None}
 
 
 def assert_close(name, actual, expected, dtype=BF16):

@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
+from references import replayed, replays_of
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp import kernels, reference_quantized
+from cute_grouped_mlp import kernels
 from cute_grouped_mlp import quantization as cgq
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
-from cute_grouped_mlp.reference_quantized import LinearReplay
 
 pytestmark = pytest.mark.gpu
 
@@ -91,40 +91,6 @@ def step(module, x, sizes, probs, dy, recipe=None):
     finally:
         torch.use_deterministic_algorithms(False)
     return {"y": y.detach()} | {name: t.grad for name, t in tensors.items()}
-
-
-def replays_of(module):
-    return [
-        LinearReplay() if fc.recipe_state is None else LinearReplay.of_state(fc.recipe_state)
-        for fc in (module.fc1, module.fc2)
-    ]
-
-
-def replayed(module, x, sizes, probs, dy, replays, round_grad=False):
-    act, (fc1, fc2) = module.activation, (module.fc1, module.fc2)
-    s = reference_quantized.grouped_mlp(
-        x.detach(),
-        fc1.packed_weight().detach(),
-        fc2.packed_weight().detach(),
-        sizes,
-        probs.detach(),
-        dy,
-        fc1=replays[0],
-        fc2=replays[1],
-        activation=act.activation,
-        interleave=act.glu_interleave_size,
-        params=act.params,
-        b1=None if fc1.bias is None else fc1.bias.detach(),
-        b2=None if fc2.bias is None else fc2.bias.detach(),
-        round_grad=round_grad,
-    )
-    found = {"y": s.y, "x": s.dx, "probs": s.dprobs, "fc1.bias": s.db1, "fc2.bias": s.db2}
-    for name, fc, dw in (("fc1", fc1, s.dw1), ("fc2", fc2, s.dw2)):
-        if fc.single_grouped_weight:
-            found[f"{name}.weight"] = dw
-        else:
-            found |= {f"{name}.weight{group}": part for group, part in enumerate(dw)}
-    return {name: t for name, t in found.items() if t is not None}
 
 
 def assert_close(got, expected, bound):

@@ -3,8 +3,6 @@
 import torch
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp import reference_quantized
-from cute_grouped_mlp.reference_quantized import LinearReplay
 
 BF16 = torch.bfloat16
 G, H, F = 3, 64, 96
@@ -58,37 +56,6 @@ def step(module, x, sizes, probs, dy, recipe=None, frozen=(), **kwargs):
         y = module(x, sizes, probs, **kwargs)
         y.backward(dy)
     return {"y": y.detach()} | {name: t.grad for name, t in tensors.items() if t.grad is not None}
-
-
-def replayed(module, x, sizes, probs, dy, replays, round_grad):
-    weights = {name: p.detach() for name, p in module.named_parameters()}
-    act = module.activation
-    s = reference_quantized.grouped_mlp(
-        x.detach(),
-        weights["fc1.weight"],
-        weights["fc2.weight"],
-        sizes,
-        probs.detach(),
-        dy,
-        fc1=replays[0],
-        fc2=replays[1],
-        activation=act.activation,
-        interleave=act.glu_interleave_size,
-        params=act.params,
-        b1=weights.get("fc1.bias"),
-        b2=weights.get("fc2.bias"),
-        round_grad=round_grad,
-    )
-    found = {"y": s.y, "x": s.dx, "probs": s.dprobs, "fc1.weight": s.dw1, "fc2.weight": s.dw2}
-    found |= {"fc1.bias": s.db1, "fc2.bias": s.db2}
-    return {name: t for name, t in found.items() if t is not None}
-
-
-def replays_of(module):
-    return [
-        LinearReplay() if fc.recipe_state is None else LinearReplay.of_state(fc.recipe_state)
-        for fc in (module.fc1, module.fc2)
-    ]
 
 
 def is_fused(module):

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from layers import SIZES, F, G, H, T, close, sizes_of
+from references import expected_step
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels, reference
@@ -25,34 +26,6 @@ def step(module, x, sizes, probs, dy, frozen=()):
     if y.requires_grad:
         y.backward(dy)
     return {"y": y.detach(), **{name: t.grad for name, t in tensors.items() if t is not None and t.requires_grad}}
-
-
-def expected_step(module, x, sizes, probs, dy, **options):
-    weights = {name: p.detach() for name, p in module.named_parameters()}
-    act = module.activation
-    s = reference.grouped_mlp(
-        x.detach(),
-        weights["fc1.weight"],
-        weights["fc2.weight"],
-        sizes,
-        None if probs is None else probs.detach(),
-        dy,
-        activation=act.activation,
-        interleave=act.glu_interleave_size,
-        params=act.params,
-        b1=weights.get("fc1.bias"),
-        b2=weights.get("fc2.bias"),
-        **options,
-    )
-    return {
-        "y": s.y,
-        "x": s.dx,
-        "probs": s.dprobs,
-        "fc1.weight": s.dw1,
-        "fc2.weight": s.dw2,
-        "fc1.bias": s.db1,
-        "fc2.bias": s.db2,
-    }
 
 
 def operands(dtype=torch.bfloat16, probs_dtype=torch.float32):

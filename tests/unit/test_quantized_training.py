@@ -16,11 +16,10 @@ from quantized_steps import (
     module_of,
     operands,
     recipe_of,
-    replayed,
-    replays_of,
     step,
     trained,
 )
+from references import replayed, replays_of
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import quantization as cgq
