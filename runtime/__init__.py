@@ -11,6 +11,7 @@ from . import kernels, patterns, reference, support
 from .autocast import autocast, current_recipe
 from .checkpoint import checkpoint, checkpoint_context_fn
 from .config import settings
+from .context import OperationContext
 from .errors import (
     ArtifactCorruptError,
     CompileError,
@@ -35,7 +36,7 @@ from .fusion import (
 )
 from .grouped_mlp import FusedGroupedMLP
 from .mlp import GroupedMLP
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusedOperation, FusibleOperation
 from .ops import GroupedLinear, ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 from .pipeline import Plan
 from .recipe import (

@@ -16,9 +16,9 @@ import torch
 from . import checks, kernels
 from .codegen.select import on_quantized
 from .codegen.spec import KernelSpec
+from .context import OperationContext, PlannedKernel, Tensors
 from .errors import UnsupportedError
 from .grouped_mlp import NAME, FusedGroupedMLP
-from .op import OperationContext, PlannedKernel, Tensors
 from .ops import quantized_linear as quantized
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast

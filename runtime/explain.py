@@ -13,12 +13,13 @@ from . import checks, kernels
 from .autocast import current_recipe
 from .channels import Routing
 from .config import settings
+from .context import PlannedKernel
 from .errors import FusionError, UnsupportedError
 from .fuser import OperationFuser
 from .fusion import Rejection
 from .grouped_mlp import FusedGroupedMLP
 from .mlp import GroupedMLP
-from .op import BasicOperation, PlannedKernel
+from .op import BasicOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, take_buffers
 from .pipeline import Plan

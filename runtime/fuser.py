@@ -23,9 +23,10 @@ from .autocast import in_force
 from .caching import CacheInfo, LRUCache
 from .channels import Routing
 from .config import settings
+from .context import PlannedKernel, StalePlan
 from .errors import FusionError, FusionFallbackWarning, ShapeError, UnsupportedError
 from .fusion import Rejection
-from .op import BasicOperation, FusedOperation, FusibleOperation, PlannedKernel, StalePlan, expand
+from .op import BasicOperation, FusedOperation, FusibleOperation, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
 from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
 from .recipe_state import RecipeState, state_key, states_lock

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from . import checks, kernels
+from .context import OperationContext, StalePlan, Tensors
 from .errors import ShapeError
 from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
 from .mlp_kernels import MLPKernels
-from .op import OperationContext, StalePlan, Tensors
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
 from .step import (
     NEED_B1,

@@ -11,8 +11,9 @@ import torch
 from . import kernels
 from .codegen.select import StepSpecs, step_specs
 from .codegen.spec import DType, KernelSpec, Pass
+from .context import OperationContext, PlannedKernel, Tensors
 from .kernels import Launch
-from .op import FusedOperation, OperationContext, PlannedKernel, Tensors
+from .op import FusedOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
 from .step import (

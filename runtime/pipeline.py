@@ -11,9 +11,10 @@ import torch
 from . import kernels
 from .channels import Routing
 from .config import settings
+from .context import OperationContext, Tensors
 from .errors import FusionError
 from .fusion import Rejection
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Tensors
+from .op import BasicOperation, FusedOperation, FusibleOperation
 from .recipe_state import RecipeState
 
 _in_functorch = torch._C._are_functorch_transforms_active

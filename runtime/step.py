@@ -11,8 +11,8 @@ import torch
 
 from . import checks, kernels
 from .codegen.spec import GluLayout, KernelSpec
+from .context import Tensors
 from .kernels import Launch
-from .op import Tensors
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
 

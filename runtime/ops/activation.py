@@ -10,8 +10,9 @@ import torch
 
 from .. import checks, reference
 from ..codegen.activations import ACTIVATIONS
+from ..context import OperationContext, Tensors
 from ..errors import ConfigError
-from ..op import BasicOperation, OperationContext, Tensors
+from ..op import BasicOperation
 
 _LAYOUT_KEY = "glu_interleave_size"
 #: Parameters that make no sense at 0 or below, whatever the activation.

@@ -12,9 +12,10 @@ import torch
 from .. import checks, grouped_gemm, kernels
 from ..caching import LRUCache
 from ..config import settings
+from ..context import OperationContext, PlannedKernel, Tensors
 from ..errors import ConfigError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
-from ..op import BasicOperation, OperationContext, PlannedKernel, Tensors
+from ..op import BasicOperation
 from ..recipe import recipe_key
 from ..recipe_state import Quantizers, RecipeState
 

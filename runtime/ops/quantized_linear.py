@@ -17,8 +17,8 @@ import torch
 from .. import checks, grouped_gemm, kernels
 from ..codegen.spec import KernelSpec
 from ..config import settings
+from ..context import OperationContext, PlannedKernel
 from ..grouped_gemm import GroupedGemm, LinearShape, rows_to_groups
-from ..op import OperationContext, PlannedKernel
 from ..quantizers import launch
 from ..quantizers.base import QuantizedTensor, Quantizer
 from ..quantizers.emulation import EmulatedOperand, emulate

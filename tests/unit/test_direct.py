@@ -8,7 +8,7 @@ import torch
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
-from cute_grouped_mlp.op import StalePlan
+from cute_grouped_mlp.context import StalePlan
 from cute_grouped_mlp.pipeline import make_contexts
 from cute_grouped_mlp.step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X
 
