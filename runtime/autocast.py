@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import Replay
 
 
 class _InForce(threading.local):
@@ -17,14 +20,14 @@ class _InForce(threading.local):
         The recipe.
     amax_reduction_group
         Process group over which amaxes of delayed scaling are reduced; None: the default one.
-    scales : dict or None
-        Scales of delayed scaling that a checkpointed forward ran with, for its recomputation.
+    replay : Replay or None
+        What a checkpointed forward runs with and its recomputation will; None outside of checkpoints.
     """
 
     def __init__(self) -> None:
         self.recipe: Any = None
         self.amax_reduction_group: Any = None
-        self.scales: dict[Any, Any] | None = None
+        self.replay: Replay | None = None
 
 
 in_force = _InForce()
@@ -71,7 +74,9 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> autocast:
         self._outer.append((in_force.recipe, in_force.amax_reduction_group))
-        in_force.recipe, in_force.amax_reduction_group = self._recipe, self._group
+        recipe, replay = self._recipe, in_force.replay
+        in_force.recipe = recipe if replay is None else replay.entered(recipe)
+        in_force.amax_reduction_group = self._group
         return self
 
     def __exit__(

@@ -1,34 +1,83 @@
-"""Activation recompute under the recipe of the forward pass."""
+"""Activation checkpointing that recomputes under everything that the forward pass ran under."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.utils.checkpoint
 
-from .autocast import autocast, current_recipe, in_force
+from .autocast import autocast, in_force
+from .config import settings
+from .recipe_state import RecipeState
+from .snapshot import Snapshot, snapshot
+
+if TYPE_CHECKING:
+    from .op import BasicOperation
+
+
+class Replay:
+    """What a checkpointed forward ran with, noted when it was first read, for every recomputation.
+
+    Attributes
+    ----------
+    states : dict
+        Operation and key of its recipe state -> the state.
+    scales : dict
+        The same -> scales of forward's tensors, by the index of their quantiser.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[BasicOperation, Any], RecipeState] = {}
+        self.scales: dict[tuple[BasicOperation, Any], dict[int, torch.Tensor]] = {}
+        self._own: dict[BasicOperation, Snapshot | None] = {}
+        self._entered: dict[int, tuple[Any, Any]] = {}  # with the recipe itself, so that its identity stays its own
+
+    def own(self, op: BasicOperation) -> Snapshot | None:
+        """Return an operation's own recipe as forward found it; None if it had none."""
+        if op not in self._own:
+            self._own[op] = None if op.recipe is None else snapshot(op.recipe)
+        return self._own[op]
+
+    def note(self, ops: Sequence[BasicOperation]) -> None:
+        """Note the own recipes of operations that are about to run."""
+        for op in ops:
+            self.own(op)
+
+    def differs(self) -> bool:
+        """Whether an operation has another recipe of its own than it had."""
+        return any(
+            (op.recipe is None) != (then is None) or (then is not None and snapshot(op.recipe).text != then.text)
+            for op, then in self._own.items()
+        )
+
+    def entered(self, recipe: Any) -> Any:
+        """Return the recipe of an ``autocast`` inside of the checkpointed function as it was when first entered."""
+        if recipe is None:
+            return None
+        return self._entered.setdefault(id(recipe), (recipe, snapshot(recipe).recipe))[1]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """:func:`torch.utils.checkpoint.checkpoint` that recomputes under the recipe that is in force now.
+    """:func:`torch.utils.checkpoint.checkpoint` that recomputes under all that is in force now.
 
-    The recipe is copied, so neither leaving the ``autocast`` nor changing the recipe before backward changes what is
-    recomputed.  Nor do steps of delayed scaling that end in between (several forwards before their backwards, as in
-    pipeline parallelism): the scales of the forward are kept.
+    That is the recipe, each operation's own recipe, the settings, and quantisation state.  Recipes are copied: neither
+    leaving the ``autocast`` nor changing a recipe before backward changes what is recomputed.  Nor do other calls in
+    between, under this recipe (whose backward ends a step of delayed scaling, as in pipeline parallelism) or another
+    one. A recipe that is entered inside of ``function`` counts as it is when it is entered first.
 
     Parameters
     ----------
     function, *args, use_reentrant, **kwargs
         As torch's function takes them.
     """
-    again = _recomputing(_scales())
+    forward, again = _contexts()
+    contexts = iter([forward])
 
     def run(*inputs: Any, **named: Any) -> Any:
-        with again():
+        with next(contexts, None) or again():
             return function(*inputs, **named)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
@@ -42,32 +91,36 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
     tuple
         Contexts for the forward pass and for its recomputation.
     """
-    scales = _scales()
-    return _same_scales(scales), _recomputing(scales)()
+    forward, again = _contexts()
+    return forward, again()
 
 
-def _scales() -> dict[Any, Any]:
-    """Return where scales are kept: inside of another checkpoint with that one's, which recomputes this one, too."""
-    return {} if in_force.scales is None else in_force.scales
-
-
-@contextlib.contextmanager
-def _same_scales(scales: dict[Any, Any]) -> Iterator[None]:
-    """Quantise with the scales in a dictionary, which those that it lacks are put into."""
-    outer, in_force.scales = in_force.scales, scales
-    try:
-        yield
-    finally:
-        in_force.scales = outer
-
-
-def _recomputing(scales: dict[Any, Any]) -> Callable[[], AbstractContextManager[None]]:
-    """Return what puts in force again what is in force now."""
-    recipe, group = copy.copy(current_recipe()), in_force.amax_reduction_group
+def _contexts() -> tuple[AbstractContextManager[None], Callable[[], AbstractContextManager[None]]]:
+    """Return a context for the forward, and what makes those of its recomputations."""
+    # Inside of another checkpoint it is that one's: it recomputes this one, too.
+    replay = Replay() if in_force.replay is None else in_force.replay
+    recipe = None if in_force.recipe is None else snapshot(in_force.recipe).recipe
+    group, values = in_force.amax_reduction_group, settings.values()
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        with autocast(recipe=recipe, amax_reduction_group=group), _same_scales(scales):
+        changed = {name: value for name, value in values.items() if getattr(settings, name) != value}
+        with settings.override(**changed), autocast(recipe=recipe, amax_reduction_group=group), _replaying(replay):
             yield
 
-    return again
+    return _replaying(replay), again
+
+
+@contextlib.contextmanager
+def _replaying(replay: Replay) -> Iterator[None]:
+    """Run with what a replay notes."""
+    outer, in_force.replay = in_force.replay, replay
+    other = replay.differs()
+    if other:
+        settings.touch()  # plans are made with other recipes of the operations' own
+    try:
+        yield
+    finally:
+        in_force.replay = outer
+        if other:
+            settings.touch()

@@ -23,7 +23,8 @@ from .fuser import OperationFuser, by_number
 from .grouped_mlp import FusedGroupedMLP
 from .ops.grouped_linear import GroupedLinear
 from .pipeline import make_contexts
-from .recipe import NO_RECIPE, TEXT
+from .recipe_text import TEXT
+from .snapshot import NO_RECIPE
 from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X, NEED_Z
 
 _NEEDS = (NEED_X, NEED_W1, NEED_B1, NEED_PROBS, NEED_W2, NEED_B2, NEED_SCALE)

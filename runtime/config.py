@@ -184,6 +184,10 @@ class Settings:
         """
         self._watchers.setdefault(name, []).append(function)
 
+    def values(self) -> dict[str, Any]:
+        """Return each setting's value by its name."""
+        return {name: self.__dict__[name] for name in SETTINGS}
+
     @contextlib.contextmanager
     def override(self, **values: Any) -> Iterator[Settings]:
         """Change settings for the duration of a ``with`` block.

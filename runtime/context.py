@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .codegen.spec import KernelSpec
-from .recipe_state import Quantizers, RecipeState
+from .recipe_state import QuantizedCall, Quantizers
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -31,13 +31,13 @@ class OperationContext:
         In backward: what forward passed to :meth:`save_for_backward`.
     records_amax : bool
         Whether any operation of the pipeline has a backward: only then do amaxes count for delayed scaling.
-    recipe_state : RecipeState or None
-        The operation's quantisation state under the call's recipe; None: the call does not quantise.  Not read from the
-        operation, where a thread with another recipe may have replaced it.
+    quantized : QuantizedCall or None
+        The plan's quantisers and the operation's state under the call's recipe; None: the call does not quantise.  Not
+        read from the operation, where a thread with another recipe may have replaced the state.
     """
 
     records_amax = True
-    recipe_state: RecipeState | None = None
+    quantized: QuantizedCall | None = None
     quantizers: Quantizers | None = None  # in planned_kernels only
     to_save: Tensors = ()
     saved_tensors: Tensors = ()

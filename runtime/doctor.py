@@ -57,7 +57,7 @@ def report() -> dict[str, Any]:
     for recipe in _RECIPES:
         for dtype in (torch.bfloat16, torch.float16):
             answer = support.fuser_grouped_tensor_supported.uncached(recipe(), dtype, device=device)
-            emulated = [] if recipe is recipes.HighPrecision else support.emulation_reasons(dtype, device)
+            emulated = () if recipe is recipes.HighPrecision else support.emulation_reasons(dtype, device)
             status = "native" if answer else "unfused" if emulated or recipe is recipes.HighPrecision else "emulated"
             rows.append(
                 {

@@ -24,7 +24,7 @@ from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast
 from .ops.quantized_linear import LinearQuantizers, gradient_operands, groups_alpha, rows_alpha, saved_operands
 from .quantizers.prequantized import quantized_of
-from .recipe_state import Quantizers, RecipeState
+from .recipe_state import QuantizedCall, Quantizers
 from .step import (
     NEED_B1,
     NEED_B2,
@@ -54,12 +54,12 @@ class EmulatedSaved(NamedTuple):
     ----------
     base
         As the unquantised operation has it.
-    states
-        Quantisation states of both layers when forward ran.
+    calls
+        Quantisation of both layers in this call.
     """
 
     base: Saved
-    states: tuple[RecipeState, RecipeState]
+    calls: tuple[QuantizedCall, QuantizedCall]
 
 
 class EmulatedGroupedMLP(FusedGroupedMLP):
@@ -70,8 +70,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
     fc1, activation, fc2, dtype
         As :class:`FusedGroupedMLP` takes them.
     quantizers
-        Those of both layers when the plan was made.  If a reset has since made others that kernels cannot take, the
-        three operations run one by one.
+        Those of both layers in the plan.
     """
 
     direct = False
@@ -147,15 +146,17 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
     ) -> tuple[torch.Tensor, Sequence[Tensors]]:
         """Two launches, and before each the quantising of its operands."""
         ctx = basic_op_ctxs[0]
-        states = self._states(basic_op_ctxs)
         given = quantized_of(input_)
-        if given is not None and given.quantizer.has_alpha and not self._alphas[0]:
-            states = None  # quantised to another format than the recipe's: with a factor that these kernels do not take
-        ctx.one_by_one = states is None
-        if states is None:
+        # Quantised to another format than the recipe's: with a factor that these kernels do not take.
+        ctx.one_by_one = given is not None and given.quantizer.has_alpha and not self._alphas[0]
+        if ctx.one_by_one:
             return self._forward_one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs), NO_OUTPUTS
         (sizes1,), (probs,), (sizes2, *scales) = basic_op_extra_inputs
         scale = scales[0] if scales else None
+        first, second = basic_op_ctxs[0].quantized, basic_op_ctxs[2].quantized
+        assert first is not None
+        assert second is not None
+        calls = (first, second)
         needs = self.needs(basic_op_ctxs, probs, scale)
         output, grad_input = self._caller_buffers(basic_op_kwargs)
         kept = [kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs]
@@ -167,12 +168,12 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         step = self._kernels(len(x), probs, scale, needs) if len(x) else None
         if needs:
             saved = Saved(step, needs, len(x), input_.shape, grad_input, like_of(probs), like_of(scale))
-            ctx.saved = EmulatedSaved(saved, states)
+            ctx.saved = EmulatedSaved(saved, calls)
         if step is not None:
             with kernels.device_guard(self._fixed.device):
                 tensors = self._launch(
                     step,
-                    states,
+                    calls,
                     kernels.launchable(x),
                     (sizes1, sizes2),
                     (probs, scale),
@@ -189,7 +190,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
     def _launch(
         self,
         step: StepKernels,
-        states: tuple[RecipeState, RecipeState],
+        calls: tuple[QuantizedCall, QuantizedCall],
         x: torch.Tensor,
         sizes: tuple[Any, Any],
         rows: tuple[torch.Tensor | None, torch.Tensor | None],
@@ -205,7 +206,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         s1, s2 = (kernels.int32_sizes(t) for t in sizes)
         (w1, b1), (w2, b2) = (self._unquantized_parameters(fc) for fc in (self._fc1, self._fc2))
         first = quantized.forward_operands(
-            states[0],
+            calls[0],
             x,
             w1,
             sizes[0],
@@ -222,7 +223,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         operands = given(first.x.values, first.w.values, alpha, b1, p, s1, z, a)
         launch(*operands, step.status, *self._activation.params, ctas)
         second = quantized.forward_operands(
-            states[1],
+            calls[1],
             a,
             w2,
             sizes[1],
@@ -269,20 +270,6 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
             self._require_fresh()
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))
 
-    def _states(self, contexts: Sequence[OperationContext]) -> tuple[RecipeState, RecipeState] | None:
-        """Return the quantisation states of both layers; None if kernels cannot take what their quantisers make."""
-        states = contexts[0].recipe_state, contexts[2].recipe_state
-        if states[0] is None or states[1] is None:
-            return None
-        made = states[0].quantizers, states[1].quantizers
-        if made != self._quantizers:  # by identity: a reset made them anew
-            if any(quantizer_problems(quantized.of_linear(q)) for q in made):
-                return None
-            if any(quantized.planned_alphas(quantized.of_linear(q)) != self._alphas for q in made):
-                return None
-            self._quantizers = made
-        return states[0], states[1]
-
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def fuser_backward(
@@ -324,7 +311,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         needs, tokens, launches, status = base.needs, base.tokens, step.launches, step.status
         dx = dw1 = db1 = dprobs = dw2 = db2 = dscale = partial = None
         row, column = gradient_operands(
-            saved.states[1], dy, sizes2, wgrad=a is not None, dgrad=w2 is not None, prequantized=prequantized
+            saved.calls[1], dy, sizes2, wgrad=a is not None, dgrad=w2 is not None, prequantized=prequantized
         )
         dz = dy.new_empty(tokens if needs & NEED_Z else 0, self._fc1.out_features)
         if w2 is not None and row is not None:
@@ -341,7 +328,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if needs & NEED_PROBS:
             dprobs = self._reduce(launches["reduce_probs"], partial, base.probs)
         if needs & (NEED_X | NEED_W1):
-            row, column = gradient_operands(saved.states[0], dz, sizes1, wgrad=x is not None, dgrad=w1 is not None)
+            row, column = gradient_operands(saved.calls[0], dz, sizes1, wgrad=x is not None, dgrad=w1 is not None)
         if w1 is not None and row is not None:
             dx = checks.buffer_or_empty(NAME, "grad_input", base.grad_input, base.shape, dy)
             launch, ctas = launches["dgrad"]

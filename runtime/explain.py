@@ -14,7 +14,7 @@ from .autocast import current_recipe
 from .channels import Routing
 from .config import settings
 from .context import PlannedKernel
-from .errors import FusionError, UnsupportedError
+from .errors import FusionError
 from .fuser import OperationFuser
 from .fusion import Rejection
 from .grouped_mlp import FusedGroupedMLP
@@ -23,10 +23,13 @@ from .op import BasicOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, take_buffers
 from .pipeline import Plan
+from .planning import Planned
 from .quantizers.prequantized import quantized_of
-from .recipe import FLAG, fusion_flag, recipe_key
+from .recipe import FLAG, Recipe
 from .recipe_state import Quantizers
+from .recipe_text import recipe_name
 from .sequential import Sequential
+from .snapshot import snapshot
 
 _CURRENT = object()
 
@@ -173,7 +176,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     TypeError
         If the module is none of the above, arguments do not fit the call's signature, or the input is no tensor.
     """
-    recipe = current_recipe() if recipe is _CURRENT else recipe
+    now = snapshot(current_recipe() if recipe is _CURRENT else recipe)
     arguments = _arguments(module, args, kwargs)
     x, extra, groups = _inputs(module, arguments)
     kernels.provider().check_status(x.device)
@@ -188,7 +191,7 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     for fuser in groups:
         taken = extra[at : at + fuser.num_extra_inputs]
         at += fuser.num_extra_inputs
-        plan, steps = fuser.preview(recipe, x_requires_grad, x, taken)
+        plan, steps = fuser.preview(now.recipe, x_requires_grad, x, taken)
         pipelines.append(ExplainedPipeline(plan, tuple(_explained(step) for step in steps)))
         if quantized_of(x) is None:  # such an input may have the operations run one by one
             problems += _hidden_buffers(plan, fuser, keywords)
@@ -196,9 +199,9 @@ def explain(module: Any, *args: Any, recipe: Any = _CURRENT, **kwargs: Any) -> E
     return Explanation(
         type(module).__name__,
         _device(x.device),
-        recipe_key(recipe)[0],
-        _numerics(recipe, x, groups),
-        _policy(recipe),
+        now.text,
+        _numerics(x, [(op, of_op) for p, f in zip(pipelines, groups, strict=True) for op, of_op in _by_op(p.plan, f)]),
+        _policy(now.recipe),
         tuple(pipelines),
         tuple(dict.fromkeys([*of_keywords, *problems])),
     )
@@ -369,15 +372,17 @@ def _device(device: torch.device) -> str:
     return f"{device}, {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def _numerics(recipe: Any, x: torch.Tensor, fusers: Sequence[OperationFuser]) -> str:
+def _by_op(plan: Plan, fuser: OperationFuser) -> list[tuple[BasicOperation, Planned]]:
+    return list(zip(fuser.basic_ops, plan.planned, strict=True))
+
+
+def _numerics(x: torch.Tensor, ops: Sequence[tuple[BasicOperation, Planned]]) -> str:
     """Say what operands are quantised to, of which operations, and whether that is exact."""
     found: dict[str, list[str]] = {}
-    ops = [op for fuser in fusers for op in fuser.basic_ops]
-    for index, op in enumerate(ops):
-        try:
-            quantizers = op.quantizers_under(recipe)
-        except UnsupportedError as error:
-            return f"{x.dtype}; the call would raise: {error}"
+    for index, (op, planned) in enumerate(ops):
+        if planned.error is not None:
+            return f"{x.dtype}; the call would raise: {planned.error}"
+        quantizers = planned.quantizers
         quantizing = any(op.num_quantizers(mode) for mode in ("forward", "backward"))
         if quantizing or quantizers is not None:
             how = "not quantised" if quantizers is None else _emulation(quantizers)
@@ -393,11 +398,11 @@ def _emulation(quantizers: Quantizers) -> str:
     exact = "exactly" if all(q.exact_in_bf16 for q in made) else "rounded to bfloat16: scales are any fp32 number"
     override = quantizers.backward_override
     backward = "" if override is None else f"; backward {override}"
-    return f"{type(quantizers.recipe).__name__} emulated: {', '.join(names)} operands as bfloat16, {exact}{backward}"
+    return f"{recipe_name(quantizers.recipe)} emulated: {', '.join(names)} operands as bfloat16, {exact}{backward}"
 
 
-def _policy(recipe: Any) -> str:
-    flag = fusion_flag(recipe)
+def _policy(recipe: Recipe) -> str:
+    flag = recipe.enable_cutedsl_fused_grouped_mlp
     if flag is not None:
         return f"{FLAG} is {flag}"
     return f"{FLAG} is None: settings.fuse is {'on' if settings.fuse else 'off'}"

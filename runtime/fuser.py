@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from .caching import CacheInfo, LRUCache
 from .channels import Routing
 from .config import settings
 from .context import PlannedKernel, StalePlan
-from .errors import FusionError, FusionFallbackWarning, ShapeError, UnsupportedError
+from .errors import FusionError, FusionFallbackWarning, ShapeError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
-from .recipe import FLAG, NO_RECIPE, TEXT, fusion_flag, recipe_key
-from .recipe_state import RecipeState, state_key, states_lock
+from .planning import plan_operation, planning
+from .recipe import FLAG, Recipe
+from .recipe_state import QuantizedCall, state_key, states_lock
+from .recipe_text import recipe_name
+from .snapshot import Snapshot, kept_text, snapshot
 
 logger = logging.getLogger("cute_grouped_mlp")
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -45,8 +48,8 @@ class Plans:
     ----------
     x, params
         Input and parameters that the stamp is taken from; no input: a stamp that fits nothing.
-    stamped
-        Operations with state of their own that plans depend on.
+    ops
+        The pipeline.
 
     Attributes
     ----------
@@ -54,13 +57,14 @@ class Plans:
         By recipe text and backward boundary.
     last : Plan or None
         The one that was asked for last.
+    own : tuple of (Snapshot or None)
+        Each operation's own recipe.
     """
 
-    __slots__ = ("_autocast", "_extra", "_generation", "_ids", "_params", "_shapes", "cache", "last")
+    __slots__ = ("_autocast", "_extra", "_generation", "_ids", "_owners", "_params", "_shapes", "_stamped", "cache",
+                 "last", "own")  # fmt: skip
 
-    def __init__(
-        self, x: torch.Tensor | None, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]
-    ) -> None:
+    def __init__(self, x: torch.Tensor | None, params: Sequence[torch.Tensor], ops: Sequence[BasicOperation]) -> None:
         self.cache: LRUCache[Plan] = LRUCache(settings.plan_cache_size)
         self.last: Plan | None = None
         self._generation = -1 if x is None else settings.generation
@@ -69,8 +73,12 @@ class Plans:
         # changed: moving a module grows the generation (BasicOperation._apply), and an operation that sees that
         # somebody assigned to .data raises StalePlan.  Of the input a plan depends on nothing: operations check it.
         self._watch(params)
-        self._shapes = [(p.shape, p.dtype, p.device) for p in params]
-        self._extra = [op.fuser_stamp() for op in stamped]
+        self._shapes = _shapes_of(params)
+        stamps = [(op, op.fuser_stamp()) for op in ops]
+        self._stamped = [op for op, stamp in stamps if stamp is not None]
+        self._extra = [stamp for _, stamp in stamps if stamp is not None]
+        self.own = tuple(map(_own_recipe, ops))
+        self._owners = [(op, own) for op, own in zip(ops, self.own, strict=True) if own is not None]
 
     def _watch(self, params: Sequence[torch.Tensor]) -> None:
         """Remember parameters by their identity, for as long as all of them live."""
@@ -85,18 +93,37 @@ class Plans:
         """Fit nothing from now on."""
         self._generation = -1
 
-    def fit(self, x: torch.Tensor, params: Sequence[torch.Tensor], stamped: Sequence[BasicOperation]) -> bool:
-        """Whether a call has this stamp: settings, parameters' types, device and shapes, and autocast are the same."""
+    def fit(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
+        """Whether a call has this stamp: settings, parameters' types, device and shapes, own recipes and autocast."""
         if self._generation != settings.generation:
             return False
         if [*map(id, params)] != self._ids:
-            if [(p.shape, p.dtype, p.device) for p in params] != self._shapes:
+            if _shapes_of(params) != self._shapes:
                 return False
             self._watch(params)
         if _any_autocast() or self._autocast is not None:
             if kernels.autocast_dtype(x.device) is not self._autocast:
                 return False
-        return not stamped or self._extra == [op.fuser_stamp() for op in stamped]
+        for op, then in self._owners:
+            now = _own_recipe(op)
+            if now is None or now.text != then.text or now.refusals:
+                return False
+        return not self._stamped or self._extra == [op.fuser_stamp() for op in self._stamped]
+
+    def packed(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether parameters, of which ``data`` may have been assigned, are contiguous where they were."""
+        return [p.is_contiguous() for p in params] == [contiguous for *_, contiguous in self._shapes]
+
+
+def _shapes_of(params: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(p.shape, p.dtype, p.device, p.is_contiguous()) for p in params]
+
+
+def _own_recipe(op: BasicOperation) -> Snapshot | None:
+    """Return an operation's own recipe, inside of a checkpoint as its forward found it."""
+    if in_force.replay is not None:
+        return in_force.replay.own(op)
+    return None if op.recipe is None else snapshot(op.recipe)
 
 
 #: Fusers that are alive, by :attr:`OperationFuser.number`.
@@ -139,9 +166,8 @@ class OperationFuser:
         self.recipe_state_resets = 0
         # Hooks that most operations leave alone are looked up here, not called at each run.
         self.hooked = [(i, op) for i, op in enumerate(self.basic_ops) if _overrides(op, "pre_fuser_forward")]
-        self._stamped = [op for op in self.basic_ops if op.fuser_stamp() is not None]
         self._no_kwargs: list[dict[str, Any]] = [{} for _ in self.basic_ops]
-        self._no_states: tuple[RecipeState | None, ...] = (None,) * len(self.basic_ops)
+        self._unquantized: tuple[QuantizedCall | None, ...] = (None,) * len(self.basic_ops)
         # Replaced as a whole: a thread sees either the old stamp with its plans or the new one with its own.
         self._plans = Plans(None, (), ())
         self._state_key: tuple[Any, ...] | None = None
@@ -197,21 +223,28 @@ class OperationFuser:
         params = self.parameters()
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
         boundary = 0 if x_requires_grad else self.boundary(False, extra_inputs)
-        recipe = in_force.recipe
-        plan = self.select(recipe, boundary, input, params)
+        if in_force.replay is not None:
+            in_force.replay.note(self.basic_ops)
+        plan = self.select(in_force.recipe, boundary, input, params)
+        if plan.direct is None:
+            if plan.error is not None:
+                raise plan.error
+            if not self._plans.packed(params):
+                self._plans.expire()
+                plan = self.select(in_force.recipe, boundary, input, params)
         self.last_plan = plan
-        states = self._no_states
+        quantized = self._unquantized
         if plan.state_key[0] != "high_precision":
-            states = self._take_states(recipe, plan.state_key)
+            quantized = self._take_states(plan)
         elif plan.state_key != self._state_key:
-            self._reset_states(recipe, plan.state_key)
+            self._reset_states(plan)
         for index, op in self.hooked:
             op.pre_fuser_forward(requires_grad=index >= boundary)
         try:
             if plan.direct is None or basic_op_kwargs:
                 kwargs = self._no_kwargs if basic_op_kwargs is None else basic_op_kwargs
                 counts = [len(op.fuser_parameters()) for op in self.basic_ops]
-                call = Call(plan, self.basic_ops, self._routing, kwargs, counts, x_requires_grad, states)
+                call = Call(plan, self.basic_ops, self._routing, kwargs, counts, x_requires_grad, quantized)
                 if boundary < len(self.basic_ops):
                     result = Pipeline.apply(input, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
                 else:
@@ -293,11 +326,10 @@ class OperationFuser:
         plan = self.select(recipe, boundary, x, self.parameters())
         slots = self._routing.distribute(extra_inputs)
         contexts = make_contexts(len(slots), boundary, x_requires_grad)
-        try:
-            for context, basic_op in zip(contexts, self.basic_ops, strict=True):
-                context.quantizers = basic_op.quantizers_under(recipe)
-        except UnsupportedError:  # the call would raise it
+        if plan.error is not None:  # the call would raise it
             return plan, []
+        for context, its in zip(contexts, plan.planned, strict=True):
+            context.quantizers = its.quantizers
         steps: list[PlannedKernel] = []
         for backward, ops in ((False, plan.forward_ops), (True, plan.backward_ops[::-1])):
             for op, indices in ops:
@@ -321,23 +353,32 @@ class OperationFuser:
             Input and parameters of the call: their dtypes, devices and shapes are the structural stamp.
         """
         plans = self._plans
-        if not plans.fit(x, params, self._stamped):
+        if not plans.fit(x, params):
             plans = self._new_plans(x, params)
-        text = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)
+        now = None
+        text = kept_text(recipe)
         if text is None:  # not one of ours, or changed since
-            text, usable = recipe_key(recipe)
-            if not usable:
+            now = snapshot(recipe)
+            text = now.text
+            if now.refusals:
+                self._say_once(
+                    f"plans under {now.recipe.kind} recipes are made anew at each call, as the text of "
+                    f"{recipe_name(now.recipe)} does not say everything: {'; '.join(now.refusals)}",
+                    logger.warning,
+                )
                 plans.cache.misses += 1
-                return self._make((text, boundary), recipe)
+                return self._make((text, boundary), now, plans.own)
         plan = plans.last
         if plan is not None and plan.key[0] is text and plan.key[1] == boundary:
             plans.cache.hits += 1  # already the most recently used
             return plan
-        key = (text, boundary)
-        plan = plans.cache.get(key)
+        plan = plans.cache.get((text, boundary))
         if plan is None:
+            now = snapshot(recipe) if now is None else now
+            # Somebody may have changed the recipe since its text was read: the plan is of the text that it was made of.
+            key = (text if now.text == text else now.text, boundary)
             with states_lock:
-                plan = plans.cache.peek(key) or plans.cache.put(key, self._make(key, recipe))
+                plan = plans.cache.peek(key) or plans.cache.put(key, self._make(key, now, plans.own))
         plans.last = plan
         return plan
 
@@ -345,18 +386,22 @@ class OperationFuser:
         """Start an empty cache for a new stamp; the counters go on."""
         with states_lock:
             old = self._plans
-            if not old.fit(x, params, self._stamped):
-                self._plans = Plans(x, params, self._stamped)
+            if not old.fit(x, params):
+                self._plans = Plans(x, params, self.basic_ops)
                 self._plans.cache.hits, self._plans.cache.misses = old.cache.hits, old.cache.misses
             return self._plans
 
-    def _make(self, key: tuple[str, int], recipe: Any) -> Plan:
-        joint = fusion.apply(fusion.registry.joint, self.basic_ops, recipe)
-        forward = fusion.apply(fusion.registry.forward, joint.ops, recipe)
-        backward = fusion.apply(fusion.registry.backward, joint.ops, recipe)
+    def _make(self, key: tuple[str, int], recipe: Snapshot, own: Sequence[Snapshot | None]) -> Plan:
+        """Make a plan from snapshots of the recipe and of the operations' own, and from nothing else of them."""
+        recipes = [recipe.recipe if mine is None else mine.recipe for mine in own]
+        planned = tuple(map(plan_operation, self.basic_ops, recipes))
+        with planning(dict(zip(self.basic_ops, planned, strict=True))):
+            joint = fusion.apply(fusion.registry.joint, self.basic_ops, recipe.recipe)
+            forward = fusion.apply(fusion.registry.forward, joint.ops, recipe.recipe)
+            backward = fusion.apply(fusion.registry.backward, joint.ops, recipe.recipe)
         rejections = joint.rejections + forward.rejections + backward.rejections
-        self._report(recipe, [r for r in rejections if r.wanted])
-        state = self._key_of(recipe)
+        self._report(recipes, [r for r in rejections if r.wanted])
+        state = _state_key_of(recipe.recipe, own)
         first = forward.ops[0]
         direct = (
             isinstance(first, FusedOperation)
@@ -373,24 +418,26 @@ class OperationFuser:
             fusion.locate(backward.ops, self.basic_ops),
             rejections,
             state,
+            planned,
             first if direct and isinstance(first, FusedOperation) else None,
         )
 
-    def _report(self, recipe: Any, rejections: Sequence[Rejection]) -> None:
-        """Warn (the recipe demands fusion) or log (the default policy wants it), once for each set of reasons."""
+    def _report(self, recipes: Sequence[Recipe], rejections: Sequence[Rejection]) -> None:
+        """Warn (a recipe demands fusion) or log (the default policy wants it), once for each set of reasons."""
         if not rejections:
             return
         text = f"not fused: {'. '.join(map(str, rejections))}. cute_grouped_mlp.explain(...) shows the plan."
-        demanded = fusion_flag(recipe) is True
-        mark = f"{demanded} {text}"
-        if mark in self._reported:
+        demanding = next((r for r in recipes if r.enable_cutedsl_fused_grouped_mlp is True), None)
+        if demanding is None:
+            self._say_once(text, logger.info)
             return
-        self._reported.add(mark)
-        if demanded:
-            message = f"{type(recipe).__name__}.{FLAG} is True, but {text}"
-            warnings.warn(message, FusionFallbackWarning, stacklevel=_caller_level())
-        else:
-            logger.info(text)
+        message = f"{recipe_name(demanding)}.{FLAG} is True, but {text}"
+        self._say_once(message, lambda said: warnings.warn(said, FusionFallbackWarning, stacklevel=_caller_level()))
+
+    def _say_once(self, text: str, say: Callable[[str], None]) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
+            say(text)
 
     def plan_cache_info(self) -> CacheInfo:
         """Counters of the plan cache; ``misses`` is the number of plans built."""
@@ -416,25 +463,44 @@ class OperationFuser:
                 op.forget_recipe_state()
             self._state_key = None
             if recipe is not None:
-                self._reset_states(recipe, self._key_of(recipe))
+                now, own = snapshot(recipe).recipe, tuple(map(_own_recipe, self.basic_ops))
+                counted = [now if mine is None else mine.recipe for mine in own]
+                self._reset_states_to(counted, _state_key_of(now, own))
 
-    def _take_states(self, recipe: Any, key: tuple[Any, ...]) -> tuple[RecipeState | None, ...]:
-        """Return the operations' states under a recipe, made anew if they are not."""
+    def _take_states(self, plan: Plan) -> tuple[QuantizedCall | None, ...]:
+        """Return the plan's quantisers on the operations' states, made anew if they are not the recipe's."""
+        replay, key = in_force.replay, plan.state_key
+        pairs = list(zip(self.basic_ops, plan.planned, strict=True))
+        quantizing = [op for op, planned in pairs if planned.quantizers is not None]
         with states_lock:
-            if key != self._state_key:
-                self._reset_states(recipe, key)
-            states = tuple(op.recipe_state for op in self.basic_ops)
-            for state in states:
-                if state is not None:
-                    state.amax_reduction_group = in_force.amax_reduction_group
-            return states
+            if replay is None or any((op, key) not in replay.states for op in quantizing):
+                if key != self._state_key:
+                    self._reset_states(plan)
+            calls: list[QuantizedCall | None] = []
+            for op, planned in pairs:
+                state, scales = op.recipe_state, None
+                if replay is not None and planned.quantizers is not None:
+                    if state is not None or (op, key) in replay.states:
+                        state = replay.states.setdefault((op, key), state)  # type: ignore[arg-type]  # not None
+                    scales = replay.scales.setdefault((op, key), {})
+                if state is None or planned.quantizers is None:
+                    calls.append(None)
+                    continue
+                state.prepare(planned.quantizers)
+                state.amax_reduction_group = in_force.amax_reduction_group
+                calls.append(QuantizedCall(planned.quantizers, state, scales))
+            return tuple(calls)
 
-    def _reset_states(self, recipe: Any, key: tuple[Any, ...]) -> None:
+    def _reset_states(self, plan: Plan) -> None:
+        self._reset_states_to([planned.recipe for planned in plan.planned], plan.state_key)
+
+    def _reset_states_to(self, recipes: Sequence[Recipe], key: tuple[Any, ...]) -> None:
+        """Make the state of each operation anew, for the recipe that counts for it."""
         with states_lock:
             if self._state_key is None:
                 for op in self.basic_ops:
                     op.pre_first_fuser_forward()
-            for op in self.basic_ops:
+            for op, recipe in zip(self.basic_ops, recipes, strict=True):
                 # An operation may be in several pipelines: the state that another one made is gone, unless it is alike.
                 if op._state_fusers is None:
                     op._state_fusers = weakref.WeakSet()
@@ -450,27 +516,18 @@ class OperationFuser:
         """Have the next call make the operations' quantisation state anew: that of one of them was reset."""
         self._state_key = None
 
-    def holds_state_of(self, recipe: Any) -> bool:
-        """Whether the operations' quantisation state is that of a recipe, so that a call would not reset it.
-
-        Parameters
-        ----------
-        recipe
-            None, one of ours, or a foreign one.
-        """
-        return self._state_key == self._key_of(recipe)
-
-    def _key_of(self, recipe: Any) -> tuple[Any, ...]:
-        """Say what a reset of recipe state depends on."""
-        own = [op.recipe for op in self.basic_ops if op.recipe is not None]
-        return ("per operation", state_key(recipe), *map(state_key, own)) if own else state_key(recipe)
-
     # A fuser belongs to its container: copies make their own.
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def _state_key_of(recipe: Recipe, own: Sequence[Snapshot | None]) -> tuple[Any, ...]:
+    """Say what a reset of recipe state depends on, of the recipe in force and the operations' own."""
+    keys = [state_key(mine.recipe) for mine in own if mine is not None]
+    return ("per operation", state_key(recipe), *keys) if keys else state_key(recipe)
 
 
 def _overrides(op: BasicOperation, method: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import kernels, reference
+from . import kernels, reference, support
 from .caching import LRUCache, get_or_make
 from .codegen.select import linear_specs
 from .codegen.spec import NUMERICS, DType, KernelSpec, Pass
@@ -418,24 +418,6 @@ def quantized_problems(shape: LinearShape, factors_of_rows: bool) -> tuple[str, 
     return tuple(problems)
 
 
-def type_problem(dtype: torch.dtype, *, quantized: bool = False) -> str | None:
-    """Say why no kernel runs in a type, and in which types kernels run; None if one does.
-
-    Parameters
-    ----------
-    dtype
-        Type of unquantised inputs and of results.
-    quantized
-        Whether operands are quantised.
-    """
-    names = " and ".join(str(t).removeprefix("torch.") for t in kernels.NUMERICS_OF)
-    if not quantized:
-        return None if dtype in kernels.NUMERICS_OF else f"kernels exist for {names}, the type is {dtype}"
-    if dtype is torch.bfloat16:
-        return None
-    return f"kernels for quantised operands exist for bfloat16, the type is {dtype}; without quantising, for {names}"
-
-
 def kernel_problems(shape: LinearShape, *, quantized: bool = False) -> tuple[str, ...]:
     """List every reason why this project's kernels cannot run a shape.
 
@@ -446,9 +428,10 @@ def kernel_problems(shape: LinearShape, *, quantized: bool = False) -> tuple[str
     quantized
         Whether operands are quantised.
     """
-    problems = list(kernels.provider().unsupported(shape.device))
-    if problem := type_problem(shape.dtype, quantized=quantized):
-        problems.append(problem)
+    device, dtype = shape.device, shape.dtype
+    native = support.module_grouped_tensor_supported
+    found = support.emulation_reasons(dtype, device) if quantized else native(None, dtype, device=device).reasons
+    problems = list(found)
     numerics = kernels.NUMERICS_OF.get(shape.dtype)
     if numerics is None:
         return tuple(problems)

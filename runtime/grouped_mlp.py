@@ -179,6 +179,8 @@ class FusedGroupedMLP(MLPKernels):
     def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias of a layer as kernels read them."""
         w = fc.packed_weight()
+        if not w.is_contiguous():  # somebody assigned to its data
+            raise StalePlan
         if w.dtype is not self._fixed.dtype:
             self._require_fresh()
             w = w.to(self._fixed.dtype)

@@ -171,7 +171,7 @@ class KernelCache:
         """Why no kernel can run on a device; empty if kernels can."""
         if device.type != "cuda":
             return (f"kernels need a CUDA device, the tensors are on {device}",)
-        major, minor = capability(device)
+        major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) == (9, 0):
             return ()
         if major == 10:
@@ -191,7 +191,8 @@ class KernelCache:
         UnsupportedError
             If no kernel can run on the device.
         """
-        if reasons := self.unsupported(device):
+        known = device.type == "cuda" and capability(device) == (9, 0)
+        if not known and (reasons := self.unsupported(device)):
             raise UnsupportedError(f"a kernel on {device}", reasons)
         return Arch.SM90A
 
@@ -351,7 +352,7 @@ def _sm_count(index: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return torch.cuda.get_device_capability(torch.device("cuda", index))
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -430,6 +431,26 @@ def _device_count() -> int:
 
 
 _provider: KernelProvider = KernelCache()
+_watchers: list[Callable[[], None]] = []
+
+
+def on_new_provider(function: Callable[[], None]) -> None:
+    """Call a function whenever the runtime begins to use other kernels.
+
+    Parameters
+    ----------
+    function
+        Called after the change.
+    """
+    _watchers.append(function)
+
+
+def _use(provider: KernelProvider) -> None:
+    global _provider
+    _provider = provider
+    settings.touch()
+    for function in _watchers:
+        function()
 
 
 def provider() -> KernelProvider:
@@ -440,11 +461,9 @@ def provider() -> KernelProvider:
 @contextlib.contextmanager
 def using(replacement: KernelProvider) -> Iterator[KernelProvider]:
     """Use other kernels inside a ``with`` block, process-wide; plans made before are not used in it."""
-    global _provider
-    before, _provider = _provider, replacement
-    settings.touch()
+    before = _provider
+    _use(replacement)
     try:
         yield replacement
     finally:
-        _provider = before
-        settings.touch()
+        _use(before)

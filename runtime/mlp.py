@@ -80,6 +80,7 @@ class GroupedMLP(Sequential):
                 "fc2": GroupedLinear(num_groups, ffn_hidden_size, hidden_size, scale_bias=scale_bias, **common),
             }
         )
+        self[0].name, self[2].name = "fc1", "fc2"
         self._scale_bias = scale_bias and bias
 
     def forward(  # type: ignore[override]

@@ -15,7 +15,8 @@ import torch
 from .config import settings
 from .context import OperationContext, PlannedKernel, Tensors
 from .errors import FusionError
-from .recipe_state import Quantizers, RecipeState, make_quantizers, make_recipe_state, states_lock
+from .recipe import Recipe
+from .recipe_state import QuantizedCall, Quantizers, RecipeState, make_quantizers, make_recipe_state, states_lock
 
 if TYPE_CHECKING:
     from .fuser import OperationFuser
@@ -134,8 +135,7 @@ class BasicOperation(FusibleOperation):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
-    #: Recipe of this operation, whatever recipe is in force; None: the one in force.
-    recipe: Any = None
+    _recipe: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +153,16 @@ class BasicOperation(FusibleOperation):
     def is_fused_op(self) -> bool:
         """False."""
         return False
+
+    @property
+    def recipe(self) -> Any:
+        """Recipe of this operation, whatever recipe is in force; None: the one in force."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Any) -> None:
+        self.__dict__["_recipe"] = recipe
+        settings.touch()  # plans depend on it
 
     def fuser_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters, read anew at each call, in the order in which backward returns their gradients."""
@@ -336,28 +346,15 @@ class BasicOperation(FusibleOperation):
                 made.load_state_dict(self._loaded_state)
                 self._loaded_state = {}
 
-    def make_quantizers(self, recipe: Any) -> Quantizers | None:
+    def make_quantizers(self, recipe: Recipe) -> Quantizers | None:
         """Return new quantisers under a recipe, or None where nothing is quantised.
 
         Parameters
         ----------
         recipe
-            The recipe in force, or None.
+            The recipe that counts for the operation: a frozen copy of its own, or else of the one in force.
         """
-        return make_quantizers(recipe if self.recipe is None else self.recipe, self)
-
-    def quantizers_under(self, recipe: Any) -> Quantizers | None:
-        """Return the quantisers that a call under a recipe would use: those of the state, if it needs no reset.
-
-        Parameters
-        ----------
-        recipe
-            The recipe in force, or None.
-        """
-        with states_lock:
-            if self._recipe_state is not None and any(f.holds_state_of(recipe) for f in self._state_fusers or ()):
-                return self._recipe_state.quantizers
-        return self.make_quantizers(recipe)
+        return make_quantizers(recipe, self)
 
     def forget_recipe_state(self) -> None:
         """Drop the quantisation state and what an earlier one would hand over."""
@@ -365,16 +362,16 @@ class BasicOperation(FusibleOperation):
             self.reset_recipe_state(recipe=None)
             self._parked_state = None
 
-    def update_recipe_state(self, state: RecipeState | None) -> None:
+    def update_recipe_state(self, call: QuantizedCall | None) -> None:
         """Advance a recipe state; called once at the end of each backward.
 
         Parameters
         ----------
-        state
-            The one that forward ran with.
+        call
+            What forward ran with.
         """
-        if state is not None:
-            state.update()
+        if call is not None:
+            call.update()
 
     # Moves, copies and checkpoints ------------------------------------------------------------------------------------
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from . import kernels
+from . import kernels, support
 from .codegen.spec import NUMERICS
 from .config import settings
-from .errors import UnsupportedError
 from .fusion import Fusion, Match, Rejection, register_forward_backward_fusion, sweep
-from .grouped_gemm import type_problem
 from .grouped_mlp import NAME, FusedGroupedMLP
-from .op import FusibleOperation
+from .op import BasicOperation, FusibleOperation
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
-from .recipe import FLAG, fusion_flag, recipe_key, recipe_kind
+from .planning import Planned, planned_for
+from .recipe import FLAG
+from .snapshot import snapshot
 from .step import LAYOUTS
 
 
@@ -46,17 +46,16 @@ def _attempt(run: Sequence[FusibleOperation], recipe: Any) -> Match | Rejection 
         isinstance(fc1, GroupedLinear) and isinstance(activation, ScaledActivation) and isinstance(fc2, GroupedLinear)
     ):
         return None
-    flag = fusion_flag(recipe)
-    if flag is False:
-        return Rejection(NAME, (f"recipe.{FLAG} is False",), wanted=False)
-    if flag is None and not settings.fuse:
-        return Rejection(NAME, (f"settings.fuse is off and recipe.{FLAG} is None",), wanted=False)
+    ops = (fc1, activation, fc2)
+    planned = tuple(planned_for(op, recipe) for op in ops)
+    if forbidden := _forbidden(ops, planned):
+        return Rejection(NAME, forbidden, wanted=False)
     device = fc1.fuser_parameters()[0].device
     dtype = kernels.autocast_dtype(device) or fc1.weights()[0].dtype
-    reasons = conditions(fc1, activation, fc2, recipe, dtype)
+    reasons = conditions(fc1, activation, fc2, planned, dtype)
     if reasons:
         return Rejection(NAME, reasons)
-    first, second = fc1.quantizers_under(recipe), fc2.quantizers_under(recipe)
+    first, second = planned[0].quantizers, planned[2].quantizers
     if first is None or second is None:
         return Match(FusedGroupedMLP(fc1, activation, fc2, dtype))
     from . import emulated_mlp
@@ -64,8 +63,25 @@ def _attempt(run: Sequence[FusibleOperation], recipe: Any) -> Match | Rejection 
     return Match(emulated_mlp.EmulatedGroupedMLP(fc1, activation, fc2, dtype, (first, second)))
 
 
+def _forbidden(ops: Sequence[BasicOperation], planned: Sequence[Planned]) -> tuple[str, ...]:
+    """Say which recipe forbids the fusion: the one in force, or an operation's own."""
+    found: dict[str, None] = {}
+    for name, op, its in zip(("FC1's ", "the activation's ", "FC2's "), ops, planned, strict=True):
+        whose = "" if op.recipe is None else name
+        flag = its.recipe.enable_cutedsl_fused_grouped_mlp
+        if flag is False:
+            found[f"{whose}recipe.{FLAG} is False"] = None
+        elif flag is None and not settings.fuse:
+            found[f"settings.fuse is off and {whose}recipe.{FLAG} is None"] = None
+    return tuple(found)
+
+
 def conditions(
-    fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear, recipe: Any, dtype: torch.dtype
+    fc1: GroupedLinear,
+    activation: ScaledActivation,
+    fc2: GroupedLinear,
+    planned: Sequence[Planned],
+    dtype: torch.dtype,
 ) -> tuple[str, ...]:
     """Every condition of the fusion that is not met.
 
@@ -73,18 +89,14 @@ def conditions(
     ----------
     fc1, activation, fc2
         The run of operations.
-    recipe
-        The recipe in force, or None.
+    planned
+        Recipe and quantisers of each.
     dtype
         Type to compute in.
     """
     device = fc1.fuser_parameters()[0].device
-    problems = list(kernels.provider().unsupported(device))
-    problems += quantizer_problems(fc1, fc2, recipe, dtype)
+    problems = quantizer_problems(planned, dtype, device)
     numerics = NUMERICS.get(kernels.NUMERICS_OF.get(dtype, ""))
-    unquantized = type_problem(dtype)
-    if unquantized is not None and type_problem(dtype, quantized=True) not in problems:
-        problems.append(unquantized)
     factor = 2 if activation.glu else 1
     if fc1.num_groups != fc2.num_groups:
         problems.append(f"FC1 has {fc1.num_groups} groups, FC2 has {fc2.num_groups}")
@@ -116,34 +128,36 @@ def conditions(
     return tuple(problems)
 
 
-def quantizer_problems(fc1: GroupedLinear, fc2: GroupedLinear, recipe: Any, dtype: torch.dtype) -> list[str]:
-    """Every condition on the quantisers of both layers that is not met.
+def quantizer_problems(planned: Sequence[Planned], dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Every condition on device, types and quantisers of both layers that is not met.
+
+    What the support predicate answers is asked here, and nowhere else: where it says yes the plan is native.
 
     Parameters
     ----------
-    fc1, fc2, recipe, dtype
+    planned, dtype
         As :func:`conditions` takes them.
+    device
+        Of the parameters.
     """
-    if fc1.recipe is None and fc2.recipe is None and recipe_kind(recipe) == "high_precision":
-        return []
-    problems = []
-    made = []
-    for name, fc in (("FC1", fc1), ("FC2", fc2)):
-        try:
-            made.append(fc.quantizers_under(recipe))
-        except UnsupportedError as error:
-            problems += [f"{name}: {reason}" for reason in error.reasons]
-    own = [recipe_key(recipe if fc.recipe is None else fc.recipe)[0] for fc in (fc1, fc2)]
-    if own[0] != own[1] and not (len(made) == 2 and made[0] is made[1] is None):
+    first, _, second = planned
+    errors = {name: its.error for name, its in (("FC1", first), ("FC2", second)) if its.error is not None}
+    problems = [f"{name}: {reason}" for name, error in errors.items() for reason in error.reasons]
+    made = [its.quantizers for its in (first, second) if its.quantizers is not None]
+    if made or problems:
+        native = support.fuser_grouped_tensor_supported
+        supported = all(native(its.recipe, dtype, device=device) for its in (first, second))
+        problems += () if supported else support.emulation_reasons(dtype, device)
+    else:  # nothing is quantised, whatever the recipe is called
+        problems += support.fuser_grouped_tensor_supported(None, dtype, device=device).reasons
+    own = [snapshot(its.recipe).text for its in (first, second)]
+    if own[0] != own[1] and (made or problems):
         problems.append(f"FC1 runs under {own[0]}, FC2 under {own[1]}")
-    named = [q for q in made if q is not None]
-    if named and (problem := type_problem(dtype, quantized=True)):
-        problems.append(problem)
-    if named:
+    if made:
         from .emulated_mlp import quantizer_problems as problems_of
         from .ops.quantized_linear import of_linear
 
-        problems += [problem for q in named for problem in problems_of(of_linear(q))]
+        problems += [problem for q in made for problem in problems_of(of_linear(q))]
     return list(dict.fromkeys(problems))
 
 

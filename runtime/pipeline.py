@@ -12,10 +12,11 @@ from . import kernels
 from .channels import Routing
 from .config import settings
 from .context import OperationContext, Tensors
-from .errors import FusionError
+from .errors import FusionError, UnsupportedError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation
-from .recipe_state import RecipeState
+from .planning import Planned
+from .recipe_state import QuantizedCall
 
 _in_functorch = torch._C._are_functorch_transforms_active
 _unwrapped = torch._C._functorch.unwrap_if_dead
@@ -37,6 +38,8 @@ class Plan:
         Why fusions were not used.
     state_key
         What recipe state depends on.
+    planned : tuple of Planned
+        Recipe and quantisers of each basic operation.
     direct
         The operation that is the whole plan and takes calls without contexts and routing; None: there is none.
     """
@@ -46,7 +49,21 @@ class Plan:
     backward_ops: LocatedOps
     rejections: tuple[Rejection, ...]
     state_key: tuple[Any, ...]
+    planned: tuple[Planned, ...]
     direct: FusedOperation | None = None
+
+    @property
+    def error(self) -> UnsupportedError | None:
+        """What a call raises before it changes anything; None if it can run."""
+        return next((planned.error for planned in self.planned if planned.error is not None), None)
+
+    def input_quantizer(self, index: int, op: BasicOperation) -> Any:
+        """Quantiser of a basic operation's input; None without."""
+        return op.get_input_quantizer() or _first(self.planned[index], "forward")
+
+    def grad_output_quantizer(self, index: int, op: BasicOperation) -> Any:
+        """Quantiser of the gradient of a basic operation's output; None without."""
+        return op.get_grad_output_quantizer() or _first(self.planned[index], "backward")
 
     @property
     def boundary(self) -> int:
@@ -54,10 +71,15 @@ class Plan:
         return self.key[1]
 
 
+def _first(planned: Planned, mode: str) -> Any:
+    made = planned.quantizers
+    return None if made is None or not made.by_mode[mode] else made.by_mode[mode][0]
+
+
 class Call:
     """Everything that one run of a pipeline needs besides its tensors."""
 
-    __slots__ = ("counts", "kwargs", "ops", "plan", "routing", "states", "x_requires_grad")
+    __slots__ = ("counts", "kwargs", "ops", "plan", "quantized", "routing", "x_requires_grad")
 
     def __init__(
         self,
@@ -67,7 +89,7 @@ class Call:
         kwargs: Sequence[dict[str, Any]],
         counts: list[int],
         x_requires_grad: bool,
-        states: Sequence[RecipeState | None],
+        quantized: Sequence[QuantizedCall | None],
     ) -> None:
         self.plan = plan
         self.ops = ops
@@ -75,7 +97,7 @@ class Call:
         self.kwargs = kwargs
         self.counts = counts
         self.x_requires_grad = x_requires_grad
-        self.states = states
+        self.quantized = quantized
 
 
 class Pipeline(torch.autograd.Function):
@@ -87,8 +109,8 @@ class Pipeline(torch.autograd.Function):
         plan, ops, routing = call.plan, call.ops, call.routing
         boundary = plan.key[1]
         contexts = make_contexts(len(ops), boundary, call.x_requires_grad)
-        for context, state in zip(contexts, call.states, strict=True):
-            context.recipe_state = state
+        for context, quantized in zip(contexts, call.quantized, strict=True):
+            context.quantized = quantized
         extra_inputs = routing.distribute(tensors[len(tensors) - len(routing.inputs) :])
         extra_outputs: dict[int, Sequence[torch.Tensor | None]] = {}
 
@@ -100,8 +122,8 @@ class Pipeline(torch.autograd.Function):
                 contexts[first : last + 1],
                 x,
                 basic_op_extra_inputs=extra_inputs[first : last + 1],
-                prev_op_grad_output_quantizer=ops[first - 1].get_grad_output_quantizer() if first else None,
-                next_op_input_quantizer=ops[last + 1].get_input_quantizer() if last + 1 < len(ops) else None,
+                prev_op_grad_output_quantizer=plan.grad_output_quantizer(first - 1, ops[first - 1]) if first else None,
+                next_op_input_quantizer=plan.input_quantizer(last + 1, ops[last + 1]) if last + 1 < len(ops) else None,
                 basic_op_kwargs=call.kwargs[first : last + 1],
             )
             if not routing.simple:
@@ -177,8 +199,8 @@ class Pipeline(torch.autograd.Function):
             flat += op_grads
         if call.plan.state_key[0] != "high_precision":
             # Also of operations without a backward: their inputs and weights are quantised
-            for updated, state in zip(ops, call.states, strict=True):
-                updated.update_recipe_state(state)
+            for updated, quantized in zip(ops, call.quantized, strict=True):
+                updated.update_recipe_state(quantized)
         if settings.debug_checks:
             kernels.provider().check_status(grad.device)
         return (grad_input, None, *flat, *[input_grads[index][slot] for index, slot in routing.inputs])

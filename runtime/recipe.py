@@ -1,24 +1,25 @@
 """Recipes: how a pipeline computes.  Classes, fields and defaults follow Transformer Engine.
 
 A recipe is a mutable dataclass whose text, ``str(recipe)``, is the key under which plans are found.  The text is
-derived from the declared fields and from every public attribute attached later, and kept until one of them changes.
+derived from the declared fields and from every other public attribute, and kept until one of them changes.  A plan is
+made from a frozen copy of the recipe, so that it depends on nothing that its key does not say.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
+import difflib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from .describe import Description, attributes, type_name
-from .errors import ConfigError, UnsupportedError
+from . import recipe_text
+from .errors import ConfigError
+from .recipe_text import FROZEN, NOT_COPIED, TEXT
 
 FLAG = "enable_cutedsl_fused_grouped_mlp"
-#: Where a recipe keeps its text while nothing can change it unseen.
-TEXT = "_cute_grouped_mlp_text"
 
 
 class _Range(NamedTuple):
@@ -87,10 +88,6 @@ _MM_SPLIT = _rule(
 _FP8 = _one_of(Format.E4M3, Format.HYBRID)
 
 
-# One lock for the slow paths of every recipe, building a text and setting an attribute; reading a kept text takes none.
-_lock = threading.RLock()
-
-
 @dataclass(repr=False, eq=False)
 class Recipe:
     """Base of all recipes.
@@ -139,54 +136,54 @@ class Recipe:
         return []
 
     def __setattr__(self, name: str, value: Any) -> None:
-        with _lock:
+        with recipe_text.lock:
             state = self.__dict__
+            if FROZEN in state:
+                raise ConfigError(f"{name}: this copy of a recipe belongs to a plan; change the recipe itself")
             if "_ready" in state and (problem := self._violation(name, value)):
                 raise ConfigError(problem)
             known, before = name in state, state.get(name)
             object.__setattr__(self, name, value)
             state.pop(TEXT, None)
-            if "_ready" in state and name[:1] != "_" and (conflicts := self._conflicts()):
-                if known:
-                    object.__setattr__(self, name, before)
-                else:
-                    object.__delattr__(self, name)
-                raise ConfigError("; ".join(conflicts))
+            if "_ready" in state and name[:1] != "_":
+                if conflicts := self._conflicts():
+                    if known:
+                        object.__setattr__(self, name, before)
+                    else:
+                        object.__delattr__(self, name)
+                    raise ConfigError("; ".join(conflicts))
+                if not known:
+                    self._warn_of_typo(name)
 
     def __delattr__(self, name: str) -> None:
-        with _lock:
+        with recipe_text.lock:
+            if FROZEN in self.__dict__:
+                raise ConfigError(f"{name}: this copy of a recipe belongs to a plan; change the recipe itself")
             object.__delattr__(self, name)
             self.__dict__.pop(TEXT, None)
 
+    def _warn_of_typo(self, name: str) -> None:
+        """Warn about a new attribute that is nearly a field: it has no effect."""
+        declared = type(self).__dataclass_fields__
+        if name not in declared and (close := difflib.get_close_matches(name, list(declared), n=1, cutoff=0.85)):
+            warnings.warn(
+                f"{type(self).__name__} has no field {name!r}, which has no effect; did you mean {close[0]!r}?",
+                stacklevel=3,
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in (TEXT, "_previous")}
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
 
     def __str__(self) -> str:
         text = self.__dict__.get(TEXT)
-        return text if text is not None else self._describe()[0]
+        return text if text is not None else recipe_text.describe(self)[0]
 
     __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and str(self) == str(other)
+        return type(self) is type(other) and recipe_text.equal(self, other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _describe(self) -> tuple[str, bool]:
-        """Build the text anew; returns it and whether it is good as a key.  Kept if nothing can change it unseen."""
-        with _lock:
-            state = self.__dict__
-            names = [f.name for f in sorted(dataclasses.fields(self), key=lambda f: f.kw_only is True)]
-            names += sorted(name for name in state if name[:1] != "_" and name not in names)
-            notes = Description()
-            parts = [f"{name}={notes.text(getattr(self, name))}" for name in names if hasattr(self, name)]
-            text = f"{type_name(type(self))}({', '.join(parts)})"
-            if state.get("_previous") == text:
-                text = state["_previous"]  # the same object comes back while nothing changes
-            state["_previous"] = text
-            if not notes.volatile and not notes.opaque:
-                state[TEXT] = text
-            return text, not notes.opaque
 
     @classmethod
     def delayed(cls) -> bool:
@@ -378,6 +375,11 @@ class NVFP4BlockScaling(Recipe):
 
 
 @dataclass(repr=False, eq=False)
+class UnknownRecipe(Recipe):
+    """A foreign recipe whose class has no name that this package knows."""
+
+
+@dataclass(repr=False, eq=False)
 class CustomRecipe(Recipe):
     """Quantisers from the user's factory.
 
@@ -395,8 +397,9 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = field(default=128, metadata=_POSITIVE)
 
 
-_KINDS = {
-    cls.__name__: cls.kind
+#: The class of each kind of recipe; others are :class:`UnknownRecipe`.
+CLASSES: dict[str, type[Recipe]] = {
+    cls.kind: cls
     for cls in (
         HighPrecision,
         DelayedScaling,
@@ -407,24 +410,7 @@ _KINDS = {
         CustomRecipe,
     )
 }
-#: The text of ``recipe=None``.
-NO_RECIPE = str(HighPrecision())
-
-
-def recipe_key(recipe: Any) -> tuple[str, bool]:
-    """Return the text of a recipe (None, ours or foreign), and whether it is good as a key.
-
-    A foreign recipe's setters cannot be hooked: its text is built from its attributes at each call.
-    """
-    if recipe is None:
-        return NO_RECIPE, True
-    if isinstance(recipe, Recipe):
-        text = recipe.__dict__.get(TEXT)
-        return (text, True) if text is not None else recipe._describe()
-    notes = Description()
-    state = sorted((name, value) for name, value in attributes(recipe).items() if name[:1] != "_")
-    text = f"{type_name(type(recipe))}({', '.join(f'{name}={notes.text(value)}' for name, value in state)})"
-    return text, not notes.opaque
+_KINDS = {cls.__name__: kind for kind, cls in CLASSES.items()}
 
 
 def recipe_kind(recipe: Any) -> str:
@@ -437,51 +423,3 @@ def class_kind(cls: type) -> str:
     if issubclass(cls, Recipe):
         return cls.kind
     return next((_KINDS[base.__name__] for base in cls.__mro__ if base.__name__ in _KINDS), "unknown")
-
-
-#: What quantising reads of a recipe, by its kind, beside what a foreign recipe may lack.
-_FIELDS = {
-    "delayed": ("fp8_format", "margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
-    "float8_current": ("fp8_format", "use_power_2_scales"),
-    "float8_block": (
-        "fp8_format",
-        "use_f32_scales",
-        "x_block_scaling_dim",
-        "w_block_scaling_dim",
-        "grad_block_scaling_dim",
-    ),
-    "mxfp8": ("fp8_format", "margin"),
-    "nvfp4": ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"),
-    "custom": ("qfactory",),
-}
-
-
-def require_fields(recipe: Any) -> None:
-    """Check that a foreign recipe has the fields that quantising under a recipe of its class's name reads.
-
-    Raises
-    ------
-    UnsupportedError
-        If it lacks some; names all of them.
-    """
-    if isinstance(recipe, Recipe):
-        return
-    missing = [name for name in _FIELDS.get(recipe_kind(recipe), ()) if not hasattr(recipe, name)]
-    if missing:
-        raise UnsupportedError(
-            f"quantising under {type_name(type(recipe))}", [f"the recipe lacks the fields {', '.join(missing)}"]
-        )
-
-
-def fusion_flag(recipe: Any) -> bool | None:
-    """Return the recipe's ``enable_cutedsl_fused_grouped_mlp``, also where it was attached to a foreign recipe.
-
-    Raises
-    ------
-    ConfigError
-        If it is not None, True or False.
-    """
-    flag = getattr(recipe, FLAG, None)
-    if flag is None or isinstance(flag, bool):
-        return flag
-    raise ConfigError(f"{type(recipe).__name__}.{FLAG} is {flag!r}; allowed: None, True, False")

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import sys
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from .config import settings
 from .explain import explain
 from .mlp import GroupedMLP
 from .ops.grouped_linear import GroupedLinear
-from .quantizers.select import Role, quantizer_for
+from .quantizers.select import ROLES, quantizer_for
 from .step import LAYOUTS
 
 _TYPES = {name: dtype for dtype, name in kernels.NUMERICS_OF.items()}
@@ -96,7 +96,7 @@ def recipe_catalog(recipe: Any, numerics: str = "bf16", arch: Arch = Arch.SM90A)
 
 def _divisor(recipe: Any, numerics: str) -> int:
     """What H and F are multiples of."""
-    made = [quantizer_for(recipe, role) for role in get_args(Role)]
+    made = [quantizer_for(recipe, role) for role in ROLES]
     return math.lcm(NUMERICS[numerics].alignment, *(q.divisor for q in made if q is not None))
 
 

@@ -19,10 +19,9 @@ from .caching import CacheInfo
 from .codegen.spec import NUMERICS, Arch
 from .config import settings
 from .errors import ConfigError
-from .grouped_gemm import type_problem
-from .recipe import class_kind, require_fields
+from .recipe import class_kind
+from .snapshot import require_supported, snapshot
 
-_SM100 = (10, 0), (10, 3)
 #: Kind of recipe, and dtype -> key of NUMERICS whose kernels run it natively, by architecture.
 _NATIVE: dict[Arch, dict[tuple[str, torch.dtype], str]] = {
     Arch.SM90A: {("high_precision", dtype): name for dtype, name in kernels.NUMERICS_OF.items() if name in NUMERICS},
@@ -97,6 +96,7 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
 
     lookup = functools.lru_cache(maxsize=1024)(answer)
     settings.on_change("sm100", lookup.cache_clear)  # read by few answers, and part of the key of none
+    kernels.on_new_provider(lookup.cache_clear)
 
     def predicate(
         recipe: Any,
@@ -140,8 +140,9 @@ def _predicate(name: str, where: str, names_of: Callable[[str], tuple[str, ...]]
 
 def _read_foreign(recipe: Any, names_of: Callable[[str], tuple[str, ...]]) -> Any:
     """Read settings of a recipe that lacks some: newer ones have the value that turns them off, else it is an error."""
-    require_fields(recipe)
-    values = tuple(getattr(recipe, name, None) for name in names_of(class_kind(type(recipe))))
+    read = snapshot(recipe).recipe
+    require_supported(read)
+    values = tuple(getattr(read, name, None) for name in names_of(class_kind(type(recipe))))
     return values[0] if len(values) == 1 else values
 
 
@@ -160,21 +161,38 @@ def _answer(
     reasons = [f"{name} with {setting}={value!r} has no grouped path" for setting, value in read.items() if value]
     if problem := type_problem(dtype):
         reasons.append(problem)
-    if device.type != "cuda":
-        return Support((*reasons, f"kernels need a CUDA device, the tensors are on {device}"))
-    capability = torch.cuda.get_device_capability(device)
-    arch = Arch.SM90A if capability == (9, 0) else Arch.SM100A if capability in _SM100 else None
-    if arch is None:
-        reasons.append(f"compute capability is {capability[0]}.{capability[1]}, kernels exist for 9.0")
-    elif dtype in kernels.NUMERICS_OF and (kind, dtype) not in _NATIVE[arch]:
+    provider = kernels.provider()
+    if unsupported := provider.unsupported(device):
+        return Support((*reasons, *unsupported))
+    arch = provider.arch(device)
+    if dtype in kernels.NUMERICS_OF and (kind, dtype) not in _NATIVE[arch]:
         reasons.append(f"there are no native {arch.value} kernels for {name} yet")
-    elif arch is Arch.SM100A and settings.sm100 != "unverified":
-        reasons.append("SM100 kernels never ran; settings.sm100 = 'unverified' allows them")
     return Support(tuple(reasons))
 
 
-def emulation_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
+def type_problem(dtype: torch.dtype, *, quantized: bool = False) -> str | None:
+    """Say why no kernel runs in a type, and in which types kernels run; None if one does.
+
+    Parameters
+    ----------
+    dtype
+        Type of unquantised inputs and of results.
+    quantized
+        Whether operands are quantised, and emulated.
+    """
+    names = " and ".join(str(t).removeprefix("torch.") for t in kernels.NUMERICS_OF)
+    if not quantized:
+        return None if dtype in kernels.NUMERICS_OF else f"kernels exist for {names}, the type is {dtype}"
+    if dtype is torch.bfloat16:
+        return None
+    return f"kernels for quantised operands exist for bfloat16, the type is {dtype}; without quantising, for {names}"
+
+
+@functools.lru_cache(maxsize=256)
+def emulation_reasons(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     """Say why quantising recipes cannot run emulated, by this project's bfloat16 kernels; empty if they can.
+
+    Answers are kept until other kernels are used.
 
     Parameters
     ----------
@@ -184,9 +202,12 @@ def emulation_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
         Their device, with its index.
     """
     reasons = list(kernels.provider().unsupported(device))
-    if dtype is not torch.bfloat16:
-        reasons.append(f"the emulation reads and stores bfloat16, the type is {dtype}")
-    return reasons
+    problem = type_problem(dtype, quantized=True)
+    return tuple(reasons) if problem is None else (*reasons, problem)
+
+
+settings.on_change("sm100", emulation_reasons.cache_clear)
+kernels.on_new_provider(emulation_reasons.cache_clear)
 
 
 def _resolve(device: torch.device | str | int | None) -> torch.device:

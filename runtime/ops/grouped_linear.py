@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import checks, grouped_gemm, kernels
 from ..caching import LRUCache
-from ..config import settings
 from ..context import OperationContext, PlannedKernel, Tensors
 from ..errors import ConfigError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation
-from ..recipe import recipe_key
-from ..recipe_state import Quantizers, RecipeState
-
-if TYPE_CHECKING:
-    from ..quantizers.base import Quantizer
+from ..recipe import Recipe
+from ..recipe_state import QuantizedCall, Quantizers
+from ..recipe_text import recipe_name
 
 #: The shared dummy gradients of weights whose gradient goes to main_grad, by shape, type, device and whether zeroed.
 dummy_gradients: LRUCache[torch.Tensor] = LRUCache(64)
@@ -63,6 +60,9 @@ class GroupedLinear(BasicOperation):
     """
 
     num_extra_inputs = 1
+    #: What a factory of quantisers is told about the layer.
+    module_type = "grouped_linear"
+    name = ""
 
     def __init__(
         self,
@@ -174,10 +174,8 @@ class GroupedLinear(BasicOperation):
         )
 
     def fuser_stamp(self) -> Any:
-        """Packed or not, which plans depend on; and the layer's own recipe."""
-        if self.recipe is None:
-            return None if self.single_grouped_weight else self.is_packed()
-        return self.is_packed(), recipe_key(self.recipe)[0]
+        """Packed or not, which plans depend on."""
+        return None if self.single_grouped_weight else self.is_packed()
 
     def packed_weight(self) -> torch.Tensor:
         """Return the weights as one (G, out, in) tensor: a view where they are packed, else a copy."""
@@ -198,16 +196,6 @@ class GroupedLinear(BasicOperation):
                 weight.data = view
         return self
 
-    @property
-    def recipe(self) -> Any:
-        """Recipe of this layer, whatever recipe is in force; None: the one in force."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Any) -> None:
-        self.__dict__["_recipe"] = recipe
-        settings.touch()  # plans depend on it
-
     # Quantisers -------------------------------------------------------------------------------------------------------
 
     def num_quantizers(self, mode: str) -> int:
@@ -218,13 +206,13 @@ class GroupedLinear(BasicOperation):
         """Return G."""
         return self.num_groups
 
-    def make_quantizers(self, recipe: Any) -> Quantizers | None:
-        """Return new quantisers under the layer's own recipe, or else under a recipe.
+    def make_quantizers(self, recipe: Recipe) -> Quantizers | None:
+        """Return new quantisers under a recipe, or None where nothing is quantised.
 
         Parameters
         ----------
         recipe
-            The recipe in force, or None.
+            As :meth:`BasicOperation.make_quantizers` takes it.
 
         Raises
         ------
@@ -238,18 +226,8 @@ class GroupedLinear(BasicOperation):
 
         problems = quantized.feature_problems(quantized.of_linear(made), self.in_features, self.out_features)
         if problems:
-            raise UnsupportedError(f"GroupedLinear under {type(made.recipe).__name__}", problems)
+            raise UnsupportedError(f"GroupedLinear under {recipe_name(made.recipe)}", problems)
         return made
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """Quantiser of the input, or None."""
-        state = self._recipe_state
-        return None if state is None else state.quantizers.by_mode["forward"][0]
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        """Quantiser of the gradient of the output, or None."""
-        state = self._recipe_state
-        return None if state is None else state.quantizers.by_mode["backward"][0]
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -337,11 +315,11 @@ class GroupedLinear(BasicOperation):
         assert sizes is not None
         x = x.reshape(-1, self.in_features)
         b, rows = None if bias is None else bias.to(dtype), None if scale is None else scale.reshape(-1)
-        shape, state = self.shape(dtype), ctx.recipe_state
+        shape, call = self.shape(dtype), ctx.quantized
         of_weight = any(p.requires_grad for p in self.weights())
         of_scale = scale is not None and scale.requires_grad
         saved: Tensors
-        if state is None:
+        if call is None:
             w = w.to(dtype)
             gemm = ctx.gemm = grouped_gemm.choose(shape)
             y = gemm.fprop(x, w, sizes, b, rows)
@@ -351,12 +329,12 @@ class GroupedLinear(BasicOperation):
 
             first = basic_op_kwargs[0].get("is_first_microbatch")
             ctx.gemm, y, saved = quantized.forward(
-                ctx, state, shape, x, w, sizes, b, rows, wgrad=of_weight, input_=input_, is_first_microbatch=first
+                ctx, call, shape, x, w, sizes, b, rows, wgrad=of_weight, input_=input_, is_first_microbatch=first
             )
         y = y.view(*input_.shape[:-1], self.out_features)
         y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y)
         if ctx.requires_grad:
-            ctx.state, ctx.grad_input, ctx.input_shape = state, buffers["grad_input"], input_.shape
+            ctx.call, ctx.grad_input, ctx.input_shape = call, buffers["grad_input"], input_.shape
             ctx.weight_requires_grad, ctx.scale_requires_grad = of_weight, of_scale
             ctx.bias_requires_grad = bias is not None and bias.requires_grad
             ctx.save_for_backward(bias if of_scale else None, sizes, scale, *saved)
@@ -385,7 +363,7 @@ class GroupedLinear(BasicOperation):
             dw = self.weight_gradient(lambda out, accumulate: gemm.wgrad(dy_w, x_w, slots, out, accumulate, alpha))
         if ctx.bias_requires_grad or ctx.scale_requires_grad:
             rows = None if scale is None else scale.reshape(-1)
-            unquantized = gemm if ctx.state is None else grouped_gemm.choose(self.shape(dy.dtype))
+            unquantized = gemm if ctx.call is None else grouped_gemm.choose(self.shape(dy.dtype))
             dbias, dscale = unquantized.bias_grad(dy, sizes, rows, None if bias is None else bias.to(dy.dtype))
             if dscale is not None and scale is not None:
                 dscale = dscale.view(scale.shape)
@@ -396,8 +374,8 @@ class GroupedLinear(BasicOperation):
         self, ctx: OperationContext, dy: torch.Tensor, grad_output: torch.Tensor, sizes: torch.Tensor, saved: Tensors
     ) -> tuple[Any, Any]:
         """Return the arguments of dgrad and of wgrad: operands, sizes and alpha; None where not needed."""
-        state: RecipeState | None = ctx.state
-        if state is None:
+        call: QuantizedCall | None = ctx.call
+        if call is None:
             x, w = saved
             return (
                 (dy.to(w.dtype), w, sizes, None) if w is not None and ctx.input_requires_grad else None,
@@ -405,7 +383,7 @@ class GroupedLinear(BasicOperation):
             )
         from . import quantized_linear as quantized
 
-        return quantized.backward_arguments(state, dy, grad_output, sizes, saved)
+        return quantized.backward_arguments(call, dy, grad_output, sizes, saved)
 
     # Gradients of parameters ------------------------------------------------------------------------------------------
 

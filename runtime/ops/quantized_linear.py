@@ -25,7 +25,7 @@ from ..quantizers.emulation import EmulatedOperand, emulate
 from ..quantizers.matrices import make_groups
 from ..quantizers.per_tensor import DelayedScalingQuantizer
 from ..quantizers.prequantized import quantized_of
-from ..recipe_state import Quantizers, RecipeState
+from ..recipe_state import QuantizedCall, Quantizers
 
 if TYPE_CHECKING:
     from .grouped_linear import GroupedLinear
@@ -85,7 +85,7 @@ def gemm_of(shape: LinearShape, quantizers: Quantizers) -> GroupedGemm:
 
 def forward(
     ctx: OperationContext,
-    state: RecipeState,
+    call: QuantizedCall,
     shape: LinearShape,
     x: torch.Tensor,
     w: torch.Tensor,
@@ -103,8 +103,8 @@ def forward(
     ----------
     ctx
         Says which gradients are needed.
-    state, shape
-        The layer's quantisation state and shape.
+    call, shape
+        The layer's quantisation in this call, and its shape.
     x, w, split_sizes, bias, scale
         (T, K), (G, N, K), (G,), (G, N) or None, and (T,) or None.
     wgrad
@@ -123,9 +123,9 @@ def forward(
     saved
         For :func:`backward_arguments`.
     """
-    gemm = gemm_of(shape, state.quantizers)
+    gemm = gemm_of(shape, call.quantizers)
     operands = forward_operands(
-        state,
+        call,
         x,
         w,
         split_sizes,
@@ -137,7 +137,7 @@ def forward(
     )
     alpha = rows_alpha(operands.x, operands.w, split_sizes)
     y = gemm.fprop(operands.x.values, operands.w.values, split_sizes, bias, scale, alpha)
-    if state.quantizers.backward_override == "high_precision":
+    if call.quantizers.backward_override == "high_precision":
         gemm = grouped_gemm.choose(shape)
     return gemm, y, operands.to_save()
 
@@ -147,14 +147,14 @@ Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None
 
 
 def backward_arguments(
-    state: RecipeState, dy: torch.Tensor, grad_output: torch.Tensor, split_sizes: torch.Tensor, saved: Tensors
+    call: QuantizedCall, dy: torch.Tensor, grad_output: torch.Tensor, split_sizes: torch.Tensor, saved: Tensors
 ) -> tuple[Arguments, Arguments]:
     """Return the arguments of dgrad and of wgrad of a layer alone.
 
     Parameters
     ----------
-    state, saved
-        The state that :func:`forward` ran with, and what it saved.
+    call, saved
+        What :func:`forward` ran with, and what it saved.
     dy, split_sizes
         (T, N) and (G,).
     grad_output
@@ -162,7 +162,7 @@ def backward_arguments(
     """
     x, w = saved_operands(saved)
     row, column = gradient_operands(
-        state, dy, split_sizes, wgrad=x is not None, dgrad=w is not None, prequantized=quantized_of(grad_output)
+        call, dy, split_sizes, wgrad=x is not None, dgrad=w is not None, prequantized=quantized_of(grad_output)
     )
     dgrad = wgrad = None
     if w is not None and row is not None:
@@ -206,7 +206,7 @@ _NOTHING = _Nothing()
 
 
 def forward_operands(
-    state: RecipeState,
+    call: QuantizedCall,
     x: torch.Tensor,
     w: torch.Tensor,
     split_sizes: torch.Tensor,
@@ -221,8 +221,8 @@ def forward_operands(
 
     Parameters
     ----------
-    state
-        The layer's quantisation state.
+    call
+        The layer's quantisation in this call.
     x, w, split_sizes
         (T, K), (G, N, K) and (G,).
     wgrad, dgrad
@@ -235,23 +235,23 @@ def forward_operands(
         True: keep the quantised weight.  False: use the one that was kept.  None: neither.  While a CUDA graph is
         captured the weight is always quantised anew, so that replays see its changes.
     """
-    q = of_linear(state.quantizers)
+    q = of_linear(call.quantizers)
     override = q.backward_override
     status = status_word(x.device)
     columns = wgrad and override is None
     if prequantized is None:
-        x_row, x_column = _tensor_operands(state, "forward", 0, x, split_sizes, columns, record, status)
+        x_row, x_column = _tensor_operands(call, "forward", 0, x, split_sizes, columns, record, status)
     else:
         x_row = _as_it_is(prequantized, x, len(split_sizes), status)
         x_column = None
         if columns:
-            _, x_column = _tensor_operands(state, "forward", 0, x, split_sizes, True, record, status, rowwise=False)
+            _, x_column = _tensor_operands(call, "forward", 0, x, split_sizes, True, record, status, rowwise=False)
     assert x_row is not None
     w_column: EmulatedOperand | None
     if q.weight is None:
         w_row = w_column = EmulatedOperand(w.to(x.dtype))
     else:
-        w_row, w_column = _weight_operands(state, w, dgrad and override is None, record, status, is_first_microbatch)
+        w_row, w_column = _weight_operands(call, w, dgrad and override is None, record, status, is_first_microbatch)
     if override == "high_precision":
         x_column, w_column = EmulatedOperand(x), EmulatedOperand(w.to(x.dtype))
     elif override == "dequantized":
@@ -262,7 +262,7 @@ def forward_operands(
 
 
 def gradient_operands(
-    state: RecipeState,
+    call: QuantizedCall,
     dy: torch.Tensor,
     split_sizes: torch.Tensor,
     *,
@@ -274,7 +274,7 @@ def gradient_operands(
 
     Parameters
     ----------
-    state, split_sizes, wgrad, dgrad, prequantized
+    call, split_sizes, wgrad, dgrad, prequantized
         As :func:`forward_operands` takes them.
     dy
         (T, N).
@@ -283,17 +283,17 @@ def gradient_operands(
     -------
     for_dgrad, for_wgrad : EmulatedOperand or None
     """
-    if state.quantizers.backward_override is not None:
+    if call.quantizers.backward_override is not None:
         return EmulatedOperand(dy), EmulatedOperand(dy)
     if not (wgrad or dgrad):  # only a bias is trained
         return None, None
     status = status_word(dy.device)
     if prequantized is None:
-        return _tensor_operands(state, "backward", 0, dy, split_sizes, wgrad, True, status, rowwise=dgrad)
+        return _tensor_operands(call, "backward", 0, dy, split_sizes, wgrad, True, status, rowwise=dgrad)
     row = _as_it_is(prequantized, dy, len(split_sizes), status) if dgrad else None
     column = None
     if wgrad:
-        _, column = _tensor_operands(state, "backward", 0, dy, split_sizes, True, True, status, rowwise=False)
+        _, column = _tensor_operands(call, "backward", 0, dy, split_sizes, True, True, status, rowwise=False)
     return row, column
 
 
@@ -398,7 +398,7 @@ def status_word(device: torch.device) -> torch.Tensor | None:
 
 
 def _tensor_operands(
-    state: RecipeState,
+    call: QuantizedCall,
     mode: str,
     index: int,
     x: torch.Tensor,
@@ -410,16 +410,16 @@ def _tensor_operands(
     rowwise: bool = True,
 ) -> tuple[EmulatedOperand | None, EmulatedOperand | None]:
     """Quantise a tensor of grouped rows, (T, C)."""
-    quantizer = state.quantizers.by_mode[mode][index]
+    quantizer = call.quantizers.by_mode[mode][index]
     if quantizer is not None:
-        row, column = state.operands(
+        row, column = call.operands(
             mode, index, x, split_sizes, rowwise=rowwise, columnwise=columnwise, record=record, status=status
         )
         if row is not None and row.alpha is not None and getattr(quantizer, "row_scaled_nvfp4", False):
             row = EmulatedOperand(row.values, row.alpha.unsqueeze(1))
         return row, column
     # Unquantised beside a quantised one (a custom recipe): wgrad's operands must have their rows at the same slots.
-    q = of_linear(state.quantizers)
+    q = of_linear(call.quantizers)
     partner = q.grad_output if mode == "forward" else q.input
     column = EmulatedOperand(x)
     if columnwise and partner is not None:
@@ -429,7 +429,7 @@ def _tensor_operands(
 
 
 def _weight_operands(
-    state: RecipeState,
+    call: QuantizedCall,
     w: torch.Tensor,
     columnwise: bool,
     record: bool,
@@ -439,17 +439,19 @@ def _weight_operands(
     """Quantise the weights, or take those that were kept."""
     if w.is_cuda and is_first_microbatch is not None and torch.cuda.is_current_stream_capturing():
         is_first_microbatch = None
-    if is_first_microbatch is False and state.kept is not None and (state.kept[1] is not None or not columnwise):
-        row, column = state.kept
-        return row, column
-    row, column = state.operands(
+    quantizer, state = call.quantizers.by_mode["forward"][1], call.state
+    if is_first_microbatch is False and state.kept is not None:
+        made_by, row, column = state.kept
+        if made_by == quantizer and (column is not None or not columnwise):
+            return row, column
+    row, column = call.operands(
         "forward", 1, w, batched=True, rowwise=True, columnwise=columnwise, record=record, status=status
     )
     assert row is not None
     if column is not None and column.values.shape[1] != w.shape[1]:  # filled up to whole blocks
         column = EmulatedOperand(column.values[:, : w.shape[1]].contiguous(), column.alpha)
     if is_first_microbatch is not None:
-        state.kept = (row, column)
+        state.kept = (quantizer, row, column)
     return row, column
 
 

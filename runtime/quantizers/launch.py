@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import kernels
+from .. import kernels, support
 from ..codegen.select import amax_spec, quantize_spec
 from ..codegen.spec import Arch, Element, KernelSpec, Quantization, Scaling
 from .base import QuantizedTensor, Quantizer
@@ -142,10 +142,9 @@ def planned_specs(
     dtype, device, columns
         Of the tensor to come.
     """
-    provider = kernels.provider()
-    if dtype is not torch.bfloat16 or columns % 8 or device.type == "cpu" or provider.unsupported(device):
+    if columns % 8 or device.type == "cpu" or support.emulation_reasons(dtype, device):
         return None
-    return _specs(provider.arch(device), quantizer, rowwise, columnwise, batched, emulate, amax)
+    return _specs(kernels.provider().arch(device), quantizer, rowwise, columnwise, batched, emulate, amax)
 
 
 def emulated(

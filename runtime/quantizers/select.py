@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError, UnsupportedError
-from ..recipe import recipe_kind, require_fields
+from ..recipe import Format, recipe_kind
+from ..recipe_text import recipe_name
+from ..snapshot import is_ours, require_supported, snapshot
 from .base import Quantizer
 from .block_fp8 import Float8BlockQuantizer
 from .formats import E4M3, E5M2
@@ -15,10 +17,40 @@ from .mxfp8 import MXFP8Quantizer
 from .nvfp4 import NVFP4Quantizer
 from .per_tensor import DelayedScalingQuantizer, Float8CurrentScalingQuantizer
 
-Role = Literal["input", "weight", "grad_output"]
+ROLES = ("input", "weight", "grad_output")
 
 
-def quantizer_for(recipe: Any, role: Role, *, seed: int = 0) -> Quantizer | None:
+class QuantizerRole(str):
+    """What a quantiser is for, as a factory of :class:`CustomRecipe` is asked: the tensor's name, and more about it.
+
+    A string, ``"input"``, ``"weight"`` or ``"grad_output"``, with the fields of Transformer Engine's ``QuantizerRole``.
+
+    Attributes
+    ----------
+    tensor_type : str
+        The string itself.
+    module_type : str
+        ``"grouped_linear"``; empty where it is not known.
+    name : str
+        Name of the layer, ``"fc1"`` or ``"fc2"`` in a :class:`GroupedMLP`; empty where it has none.
+    """
+
+    module_type: str
+    name: str
+
+    def __new__(cls, tensor_type: str, module_type: str = "", name: str = "") -> QuantizerRole:
+        """Make a role of a tensor."""
+        role = super().__new__(cls, tensor_type)
+        role.module_type, role.name = module_type, name
+        return role
+
+    @property
+    def tensor_type(self) -> str:
+        """The string itself."""
+        return str(self)
+
+
+def quantizer_for(recipe: Any, role: str, *, seed: int = 0) -> Quantizer | None:
     """Return the quantiser that a recipe implies for a tensor of a GEMM, or None where nothing is quantised.
 
     Parameters
@@ -26,7 +58,7 @@ def quantizer_for(recipe: Any, role: Role, *, seed: int = 0) -> Quantizer | None
     recipe
         None, one of ours, or a foreign one with the same attributes.
     role
-        ``"input"``, ``"weight"`` or ``"grad_output"``.
+        ``"input"``, ``"weight"`` or ``"grad_output"``; with more for a factory to read, a :class:`QuantizerRole`.
     seed
         Of stochastic rounding.
 
@@ -37,14 +69,16 @@ def quantizer_for(recipe: Any, role: Role, *, seed: int = 0) -> Quantizer | None
     UnsupportedError
         If the recipe is of no known class, lacks fields of its class, or asks for what there is not.
     """
-    if role not in get_args(Role):
-        raise ConfigError(f"role is {role!r}; allowed: {', '.join(map(repr, get_args(Role)))}")
+    if role not in ROLES:
+        raise ConfigError(f"role is {role!r}; allowed: {', '.join(map(repr, ROLES))}")
     kind = recipe_kind(recipe)
     if kind == "high_precision":
         return None
-    require_fields(recipe)
+    if not is_ours(recipe):
+        recipe = snapshot(recipe).recipe
+    require_supported(recipe)
     if kind == "custom":
-        made: Quantizer | None = recipe.qfactory(role)
+        made: Quantizer | None = recipe.qfactory(role if isinstance(role, QuantizerRole) else QuantizerRole(role))
         return made
     if kind == "delayed":
         return DelayedScalingQuantizer(_fp8(recipe, role))
@@ -56,33 +90,24 @@ def quantizer_for(recipe: Any, role: Role, *, seed: int = 0) -> Quantizer | None
             _fp8(recipe, role), not recipe.use_f32_scales, dims.get(role, recipe.grad_block_scaling_dim)
         )
     if kind == "mxfp8":
-        square = role == "weight" and getattr(recipe, "enable_2d_quantization", False)
-        return MXFP8Quantizer(_fp8(recipe, role), square, recipe.margin)
+        return MXFP8Quantizer(_fp8(recipe, role), role == "weight" and recipe.enable_2d_quantization, recipe.margin)
     if kind == "nvfp4":
         return _nvfp4(recipe, role, seed)
-    raise UnsupportedError(f"quantising under {type(recipe).__name__}", ["it is of no known recipe class"])
+    raise UnsupportedError(f"quantising under {recipe_name(recipe)}", ["it is of no known recipe class"])
 
 
-def _fp8(recipe: Any, role: Role) -> torch.dtype:
-    """E5M2 for gradients under HYBRID, E4M3 otherwise; formats go by their names, so that foreign ones will do."""
-    name = getattr(recipe.fp8_format, "name", None)
-    if name not in ("E4M3", "HYBRID"):
-        raise UnsupportedError(
-            f"quantising with fp8_format {name or repr(recipe.fp8_format)}",
-            ["allowed: members of Format named E4M3 or HYBRID"],
-        )
-    return E5M2 if name == "HYBRID" and role == "grad_output" else E4M3
+def _fp8(recipe: Any, role: str) -> torch.dtype:
+    """E5M2 for gradients under HYBRID, E4M3 otherwise."""
+    return E5M2 if recipe.fp8_format is Format.HYBRID and role == "grad_output" else E4M3
 
 
-def _nvfp4(recipe: Any, role: Role, seed: int) -> NVFP4Quantizer:
-    """Weights have square blocks; the other two are transformed columnwise; gradients are rounded by chance."""
-    if (extra := getattr(recipe, "nvfp4_4over6", "none")) != "none":
-        raise UnsupportedError(f"quantising with nvfp4_4over6={extra!r}", ["only 'none' is implemented"])
+def _nvfp4(recipe: Any, role: str, seed: int) -> NVFP4Quantizer:
+    """Weights have square blocks; the other two are transformed columnwise; gradients are rounded stochastically."""
     if role == "weight":
         return NVFP4Quantizer(with_2d_quantization=not recipe.disable_2d_quantization)
     return NVFP4Quantizer(
         with_rht=not recipe.disable_rht,
         stochastic_rounding=role == "grad_output" and not recipe.disable_stochastic_rounding,
-        row_scaled_nvfp4=role == "input" and getattr(recipe, "row_scaled_activation", False),
+        row_scaled_nvfp4=role == "input" and recipe.row_scaled_activation,
         seed=seed,
     )

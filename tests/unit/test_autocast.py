@@ -1,5 +1,6 @@
 """The recipe in force, and activation recompute under it (acceptance.md, B5)."""
 
+import copy
 import threading
 
 import pytest
@@ -144,3 +145,102 @@ def test_b5_context_fn_for_torchs_own_checkpoint(pipeline):
         y = torch_checkpoint(module, *args, use_reentrant=False, context_fn=cgm.checkpoint_context_fn)
     grads_of(module, args, y)
     assert seen.recipes == [str(recipe)] * 2
+
+
+# What a checkpoint recomputes under (issue W4) ------------------------------------------------------------------------
+
+
+def of_checkpoint(
+    change, *, recipe, own=(None, None), between=None, use_reentrant=False, checkpointed=True, inside=False
+):
+    """Gradients of one step; ``change(recipe, module)`` is called between forward and backward."""
+    torch.manual_seed(0)
+    recipe = copy.deepcopy(recipe)
+    module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
+    module.fc1.recipe, module.fc2.recipe = map(copy.deepcopy, own)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 64, generator=generator).to(torch.bfloat16).requires_grad_()
+    sizes, probs = torch.tensor([5, 0, 7]), torch.rand(12, generator=generator).requires_grad_()
+
+    def call(x, probs):
+        if not inside:
+            return module(x, sizes, probs)
+        with cgm.autocast(recipe=recipe):
+            return module(x, sizes, probs)
+
+    torch.manual_seed(3)
+    for _ in range(2):  # so that delayed scaling has scales
+        with cgm.autocast(recipe=recipe):
+            module(x, sizes, probs).sum().backward()
+    module.zero_grad()
+    x.grad = probs.grad = None
+    with cgm.autocast(recipe=recipe):
+        y = cgm.checkpoint(call, x, probs, use_reentrant=use_reentrant) if checkpointed else call(x, probs)
+    if between is not None:
+        with cgm.autocast(recipe=between):
+            (3 * module((2 * x).detach().requires_grad_(), sizes, probs.detach())).square().sum().backward()
+        module.zero_grad()
+    fused = cgm.settings.fuse
+    try:
+        change(recipe, module)
+        y.square().sum().backward()
+    finally:
+        cgm.settings.fuse = fused
+    return [y.detach(), x.grad, probs.grad, *[p.grad for p in module.parameters()]]
+
+
+def flip_rht(recipe, module):
+    recipe.disable_rht = not recipe.disable_rht
+    module.reset_recipe_state()
+
+
+def list_item(recipe, module):
+    recipe.layers.append(2)
+
+
+def with_layers():
+    recipe = cgm.NVFP4BlockScaling()
+    recipe.layers = [1]
+    return recipe
+
+
+DELAYED, NVFP4, MXFP8 = cgm.DelayedScaling(), cgm.NVFP4BlockScaling(), cgm.MXFP8BlockScaling()
+CHANGES = {
+    "rht flipped and state reset": (flip_rht, {"recipe": NVFP4}),
+    "margin": (lambda r, m: setattr(r, "margin", 8), {"recipe": MXFP8}),
+    "margin, inside": (lambda r, m: setattr(r, "margin", 8), {"recipe": MXFP8, "inside": True}),
+    "a list in place": (list_item, {"recipe": with_layers()}),
+    "own recipe in place": (lambda r, m: setattr(m.fc1.recipe, "margin", 8), {"recipe": None, "own": (MXFP8, MXFP8)}),
+    "own recipe taken": (lambda r, m: setattr(m.fc1, "recipe", None), {"recipe": MXFP8, "own": (NVFP4, None)}),
+    "own recipe given": (lambda r, m: setattr(m.fc2, "recipe", NVFP4), {"recipe": MXFP8}),
+    "delayed, another call": (lambda r, m: None, {"recipe": DELAYED, "between": DELAYED}),
+    "delayed, a call under another recipe": (lambda r, m: None, {"recipe": DELAYED, "between": MXFP8}),
+    "delayed, a call without a recipe": (lambda r, m: None, {"recipe": DELAYED, "between": cgm.HighPrecision()}),
+    "delayed, state reset": (lambda r, m: m.reset_recipe_state(), {"recipe": DELAYED}),
+    "settings": (lambda r, m: setattr(cgm.settings, "fuse", False), {"recipe": MXFP8}),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_w4_a_checkpoint_recomputes_under_all_that_forward_ran_under(path, name, use_reentrant):
+    change, options = CHANGES[name]
+    expected = of_checkpoint(change, **options, checkpointed=False)
+    got = of_checkpoint(change, **options, use_reentrant=use_reentrant)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("setting", ["fuse", "check_range", "debug_checks"])
+def test_w4_settings_are_those_of_the_forward_while_it_is_recomputed_and_no_longer(setting):
+    seen = []
+
+    def function(x):
+        seen.append(getattr(cgm.settings, setting))
+        return x.exp()
+
+    before = getattr(cgm.settings, setting)
+    y = cgm.checkpoint(function, torch.ones(2, requires_grad=True))
+    with cgm.settings.override(**{setting: not before}):
+        y.sum().backward()
+        assert getattr(cgm.settings, setting) is not before
+    assert seen == [before, before]

@@ -145,7 +145,7 @@ def test_a_stale_plan_is_made_again_and_the_call_runs_once():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["strided", "shifted"])
 def test_weights_that_became_unreadable_under_a_plan(launched, kind, bias):
-    """Other data of the same type and shape: the plan stays, and no kernel gets what it cannot read."""
+    """Other data of the same type and shape: no kernel gets what it cannot read; strided weights are planned anew."""
     module = module_of(bias=bias)
     args = inputs_of()
     before = module(*args)
@@ -162,7 +162,28 @@ def test_weights_that_became_unreadable_under_a_plan(launched, kind, bias):
         assert torch.equal(y, before)
         assert launched
         assert not any(t.data_ptr() % 16 or not t.is_contiguous() for t in launched)
-    assert module.fuser.plan_cache_info().misses == planned
+    assert module.fuser.plan_cache_info().misses == planned + (2 if kind == "strided" else 0)
+
+
+def test_f12_contiguity_of_weights_is_part_of_what_plans_depend_on():
+    """By assignment to data or to the parameter, back and forth: the plan is that of the weights as they are."""
+    module, args = module_of(), inputs_of()
+    expected = module(*args)
+
+    def fused():
+        y = module(*args)
+        assert torch.equal(y, expected)
+        return len(module.fuser.last_plan.forward_ops) == 1
+
+    assert fused()
+    weight = module[0].weight
+    packed, strided = weight.detach().clone(), weight.detach().mT.contiguous().mT
+    for data, wanted in ((strided, False), (packed, True), (strided, False), (packed, True)):
+        weight.data = data
+        assert fused() is wanted
+    for data, wanted in ((strided, False), (packed, True)):
+        module[0].weight = torch.nn.Parameter(data)
+        assert fused() is wanted
 
 
 def test_a_plan_that_never_fits_is_an_error(monkeypatch):

@@ -1,6 +1,7 @@
 """Plans and their cache (acceptance.md, section B; cases.md, M1)."""
 
 import dataclasses
+import functools
 import threading
 
 import pytest
@@ -365,20 +366,32 @@ def test_b7_the_cache_is_bounded_and_counts(ref):
         assert module.fuser.plan_cache_info().currsize == 2
 
 
-def test_b7_custom_recipes_made_anew_neither_collide_nor_grow_the_cache(ref):
+def test_b7_custom_recipes_made_anew_neither_collide_nor_grow_the_cache(ref, caplog):
     module, args = make(), inputs()
 
     def recipe(factor):
-        return cgm.CustomRecipe(qfactory=lambda role: None if factor is not None else role)
+        return cgm.CustomRecipe(qfactory=functools.partial(no_quantizer, factor))
 
     for _ in range(5):
         run(module, args, recipe(1))
     assert module.fuser.plan_cache_info()[:2] == (4, 1)
     run(module, args, recipe(2))
     assert module.fuser.plan_cache_info().currsize == 2
-    for _ in range(3):  # a captured tensor cannot be told from another: planned anew, never kept
-        run(module, args, recipe(torch.ones(1)))
-    assert module.fuser.plan_cache_info() == (4, 5, 64, 2)
+    # A tensor, or what a function captured, cannot be told from another: planned anew, never kept, and said once.
+    with caplog.at_level("WARNING", logger="cute_grouped_mlp"):
+        for _ in range(3):
+            run(module, args, recipe(torch.ones(1)))
+        for _ in range(3):
+            run(module, args, cgm.CustomRecipe(qfactory=lambda role: None))
+    assert module.fuser.plan_cache_info() == (4, 8, 64, 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "Tensor: its class does not say what it holds" in said[0]
+    assert "<lambda>: it is a lambda, a local function" in said[1]
+
+
+def no_quantizer(factor, role):
+    return None
 
 
 @pytest.mark.parametrize("fuse", [True, False])

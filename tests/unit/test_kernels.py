@@ -250,7 +250,9 @@ def test_status_word_is_one_per_device_and_cleared_when_read(cache):
 
 def test_which_devices_run_kernels(monkeypatch):
     cache = KernelCache()
-    monkeypatch.setattr(kernels, "_capability", lambda index: {0: (9, 0), 1: (10, 0), 2: (8, 0)}[index])
+    capability = {0: (9, 0), 1: (10, 0), 2: (8, 0)}
+    monkeypatch.setattr(kernels, "_capability", capability.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device.index])
     assert cache.unsupported(torch.device("cuda", 0)) == ()
     assert cache.arch(torch.device("cuda", 0)) is Arch.SM90A
     assert "unverified" in cache.unsupported(torch.device("cuda", 1))[0]

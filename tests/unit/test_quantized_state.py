@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,18 +15,71 @@ from cute_grouped_mlp.errors import GroupedMLPError
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 
-def test_a4_disable_rht_takes_effect_at_the_next_state_reset():
+def mxfp8_factory(role, margin=0):
+    return cgq.MXFP8Quantizer(margin=margin)
+
+
+def test_a4_disable_rht_takes_effect_at_the_next_call_without_a_reset(path):
     recipe = cgm.NVFP4BlockScaling()
     module = module_of()
     step(module, *operands(), recipe=recipe)
-    quantizer = module.fc1.recipe_state.quantizers.by_mode["forward"][0]
-    assert quantizer.with_rht
+    state = module.fc1.recipe_state
+    assert state.quantizers.by_mode["forward"][0].with_rht
     recipe.disable_rht = True
-    step(module, *operands(), recipe=recipe)  # another plan, the same quantisers (B4)
-    assert module.fc1.recipe_state.quantizers.by_mode["forward"][0] is quantizer
-    module.reset_recipe_state()
-    step(module, *operands(), recipe=recipe)
-    assert not module.fc1.recipe_state.quantizers.by_mode["forward"][0].with_rht
+    step(module, *operands(), recipe=recipe)  # another plan and its quantisers, the same state (B4)
+    assert module.fc1.recipe_state is state
+    assert not state.quantizers.by_mode["forward"][0].with_rht
+    assert (state.updates, module.fuser.recipe_state_resets) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (cgm.MXFP8BlockScaling(), cgm.MXFP8BlockScaling(margin=8)),
+        (cgm.Float8CurrentScaling(), cgm.Float8CurrentScaling(use_power_2_scales=True)),
+        (cgm.Float8BlockScaling(), cgm.Float8BlockScaling(use_f32_scales=True)),
+        (
+            cgm.NVFP4BlockScaling(disable_stochastic_rounding=True),
+            cgm.NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
+        ),
+        (
+            cgm.CustomRecipe(qfactory=mxfp8_factory),
+            cgm.CustomRecipe(qfactory=functools.partial(mxfp8_factory, margin=8)),
+        ),
+    ],
+    ids=["mxfp8 margin", "power of 2", "fp32 scales", "nvfp4 1d weights", "factories"],
+)
+def test_b4_recipes_of_one_class_in_turn_have_the_numbers_of_each(path, one, other):
+    """State is shared, settings are not: each call computes as in a module that saw no other recipe."""
+    args = operands()
+    alone = [step(module_of(), *args, recipe=recipe) for recipe in (one, other)]
+    assert any(not torch.equal(alone[0][name].nan_to_num(), alone[1][name].nan_to_num()) for name in alone[0])
+    module = module_of()
+    for recipe, expected in zip((one, other) * 2, alone * 2, strict=True):
+        got = step(module, *args, recipe=recipe)
+        assert all(torch.equal(got[name].nan_to_num(), expected[name].nan_to_num()) for name in expected)
+    assert module.fuser.recipe_state_resets == 1
+    assert module.fuser.plan_cache_info()[:2] == (2, 2)
+
+
+def test_b4_a_backward_updates_delayed_scales_as_its_own_recipe_says(path):
+    module, (x, sizes, probs, dy) = module_of(), operands()
+    x.requires_grad_()
+    with cgm.autocast(recipe=cgm.DelayedScaling()):
+        y = module(x, sizes, probs)
+    amax = x[:40].detach().float().abs().amax()
+    with torch.no_grad(), cgm.autocast(recipe=cgm.DelayedScaling(margin=3)):
+        module(x, sizes, probs)
+    y.backward(dy)
+    assert module.fc1.recipe_state.scale["forward"][0] == 448.0 / amax
+
+
+def test_b4_a_kept_weight_of_other_settings_is_not_used(path):
+    args, module = operands(), module_of()
+    step(module, *args, recipe=cgm.MXFP8BlockScaling(), is_first_microbatch=True)
+    got = step(module, *args, recipe=cgm.MXFP8BlockScaling(margin=8), is_first_microbatch=False)
+    expected = step(module_of(), *args, recipe=cgm.MXFP8BlockScaling(margin=8))
+    assert all(torch.equal(got[name].nan_to_num(), expected[name].nan_to_num()) for name in expected)
 
 
 def test_b4_switching_plans_keeps_quantisers_and_history(path):

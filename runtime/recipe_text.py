@@ -1,0 +1,142 @@
+"""The text of a recipe, and copies of it that never change.
+
+The text shows every declared field and every other public attribute, read once each, whether it is set on the instance,
+on its class or given by a property.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Collection
+from types import MemberDescriptorType
+from typing import Any
+
+from .describe import Description, detached, type_name
+
+#: Where a recipe keeps its text while nothing can change it unseen.
+TEXT = "_cute_grouped_mlp_text"
+#: Where the object is kept that was the text before, so that it comes back while nothing changes.
+_PREVIOUS = "_previous"
+#: In copies of :func:`frozen_copy`.
+FROZEN = "_frozen"
+#: Where a recipe that was read from a foreign one, or copied, has the name of the class that it was.
+NAME = "_name"
+#: Where a recipe that was read from a foreign one has what this package does not do.
+PROBLEMS = "_problems"
+#: What copies of a recipe do without.
+NOT_COPIED = frozenset({TEXT, _PREVIOUS, FROZEN})
+
+#: Held while a recipe is set or read as a whole; reading a kept text takes none.
+lock = threading.RLock()
+_MISSING = object()
+
+
+def recipe_name(recipe: Any) -> str:
+    """Name of a recipe's class, or of the foreign class that it was read from."""
+    return vars(recipe).get(NAME) or type_name(type(recipe))
+
+
+def recipe_problems(recipe: Any) -> tuple[str, ...]:
+    """Why nothing can be quantised under a recipe: what a foreign one asks for and this package does not do."""
+    found: tuple[str, ...] = vars(recipe).get(PROBLEMS, ())
+    return found
+
+
+def values(recipe: Any) -> tuple[dict[str, Any], bool]:
+    """Read each declared field and public attribute once.
+
+    Parameters
+    ----------
+    recipe
+        A dataclass instance of :class:`.recipe.Recipe`.
+
+    Returns
+    -------
+    values : dict
+        Declared fields first, then the others sorted.
+    stable : bool
+        Whether all of them change only by being set on the instance.
+    """
+    state, cls = vars(recipe), type(recipe)
+    declared = [f.name for f in sorted(dataclasses.fields(recipe), key=lambda f: f.kw_only is True)]
+    of_class = class_attributes(cls, declared)
+    others = sorted({name for name in (*state, *of_class) if name[:1] != "_"} - set(declared))
+    read = {name: getattr(recipe, name, _MISSING) for name in (*declared, *others)}
+    stable = not of_class and all(name in state for name in declared)
+    return {name: value for name, value in read.items() if value is not _MISSING}, stable
+
+
+def class_attributes(cls: type, declared: Collection[str] = ()) -> list[str]:
+    """Return public attributes that a class from elsewhere, or a base of it, has beside methods: data and properties.
+
+    Parameters
+    ----------
+    cls
+        The class; bases of this package's own are left out.
+    declared
+        Names of dataclass fields: of these only properties count.
+    """
+    found: dict[str, None] = {}
+    package = __name__.rpartition(".")[0]
+    for base in cls.__mro__:
+        if base is object or base.__module__.rpartition(".")[0] == package:
+            continue
+        for name, value in vars(base).items():
+            data = not callable(value) and not isinstance(value, (classmethod, staticmethod, MemberDescriptorType))
+            if name[:1] != "_" and data and (name not in declared or isinstance(value, property)):
+                found[name] = None
+    return list(found)
+
+
+def describe(recipe: Any) -> tuple[str, tuple[str, ...]]:
+    """Build the text of a recipe anew; it is kept if nothing can change it unseen.
+
+    Returns
+    -------
+    text : str
+    refusals : tuple of str
+        Why it is not good as a key, as :attr:`Description.refusals`; empty if it is.
+    """
+    with lock:
+        state = vars(recipe)
+        read, stable = values(recipe)
+        notes = Description()
+        parts = [f"{name}={notes.text(value)}" for name, value in read.items()]
+        parts += [f"not supported: {problem}" for problem in recipe_problems(recipe)]
+        text = f"{recipe_name(recipe)}({', '.join(parts)})"
+        if state.get(_PREVIOUS) == text:
+            text = state[_PREVIOUS]
+        state[_PREVIOUS] = text
+        if not notes.refusals and (FROZEN in state or (stable and not notes.volatile)):
+            state[TEXT] = text
+        return text, tuple(notes.refusals)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two recipes of one class say the same; values without an exact text must be the same objects."""
+    (mine, refused), (theirs, _) = describe(a), describe(b)
+    if mine != theirs or not refused:
+        return mine == theirs
+
+    def same(x: Any, y: Any) -> bool:
+        notes = Description()
+        return x is y or (notes.text(x) == notes.text(y) and not notes.refusals)
+
+    return all(map(same, values(a)[0].values(), values(b)[0].values()))
+
+
+def frozen_copy(recipe: Any) -> Any:
+    """Return a copy of a recipe that never changes, not even in place: what a plan is made from."""
+    with lock:
+        cls = type(recipe)
+        read, _ = values(recipe)
+        if any(isinstance(getattr(cls, name, None), property) for name in read):
+            # A property would be read again, and hide what was read: the copy is of the nearest class of this package.
+            package = __name__.rpartition(".")[0]
+            cls = next(base for base in cls.__mro__ if base.__module__.rpartition(".")[0] == package)
+        twin = object.__new__(cls)
+        state = {name: value for name, value in vars(recipe).items() if name[:1] == "_" and name not in NOT_COPIED}
+        state |= {name: detached(value) for name, value in read.items()}
+        vars(twin).update({**state, NAME: recipe_name(recipe), FROZEN: True})
+        return twin
