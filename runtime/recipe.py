@@ -375,11 +375,6 @@ class NVFP4BlockScaling(Recipe):
 
 
 @dataclass(repr=False, eq=False)
-class UnknownRecipe(Recipe):
-    """A foreign recipe whose class has no name that this package knows."""
-
-
-@dataclass(repr=False, eq=False)
 class CustomRecipe(Recipe):
     """Quantisers from the user's factory.
 
@@ -397,7 +392,7 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = field(default=128, metadata=_POSITIVE)
 
 
-#: The class of each kind of recipe; others are :class:`UnknownRecipe`.
+#: The class of each kind of recipe.
 CLASSES: dict[str, type[Recipe]] = {
     cls.kind: cls
     for cls in (

@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 from . import recipe_text
 from .describe import detached, type_name
 from .errors import ConfigError, UnsupportedError
-from .recipe import CLASSES, FLAG, Format, HighPrecision, MMParams, Recipe, UnknownRecipe, class_kind
+from .recipe import CLASSES, FLAG, Format, HighPrecision, MMParams, Recipe, class_kind
 from .recipe_text import FROZEN, NAME, PROBLEMS, TEXT, recipe_name, recipe_problems
 
 _MISSING = object()
+
+
+@dataclasses.dataclass(repr=False, eq=False)
+class UnknownRecipe(Recipe):
+    """A foreign recipe whose class has no name that this package knows."""
 
 
 class Snapshot(NamedTuple):

@@ -147,7 +147,7 @@ def test_b5_context_fn_for_torchs_own_checkpoint(pipeline):
     assert seen.recipes == [str(recipe)] * 2
 
 
-# What a checkpoint recomputes under (issue W4) ------------------------------------------------------------------------
+# What a checkpoint recomputes under ------------------------------------------------------------------------
 
 
 def of_checkpoint(
@@ -223,7 +223,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_w4_a_checkpoint_recomputes_under_all_that_forward_ran_under(path, name, use_reentrant):
+def test_b5_a_checkpoint_recomputes_under_all_that_forward_ran_under(path, name, use_reentrant):
     change, options = CHANGES[name]
     expected = of_checkpoint(change, **options, checkpointed=False)
     got = of_checkpoint(change, **options, use_reentrant=use_reentrant)
@@ -231,7 +231,7 @@ def test_w4_a_checkpoint_recomputes_under_all_that_forward_ran_under(path, name,
 
 
 @pytest.mark.parametrize("setting", ["fuse", "check_range", "debug_checks"])
-def test_w4_settings_are_those_of_the_forward_while_it_is_recomputed_and_no_longer(setting):
+def test_b5_settings_are_those_of_the_forward_while_it_is_recomputed_and_no_longer(setting):
     seen = []
 
     def function(x):

@@ -165,7 +165,7 @@ def test_weights_that_became_unreadable_under_a_plan(launched, kind, bias):
     assert module.fuser.plan_cache_info().misses == planned + (2 if kind == "strided" else 0)
 
 
-def test_f12_contiguity_of_weights_is_part_of_what_plans_depend_on():
+def test_b8_contiguity_of_weights_is_part_of_what_plans_depend_on():
     """By assignment to data or to the parameter, back and forth: the plan is that of the weights as they are."""
     module, args = module_of(), inputs_of()
     expected = module(*args)

@@ -128,7 +128,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
-def test_w1_the_flag_is_read_where_it_is_and_is_in_the_key(ref, source):
+def test_b1_the_flag_is_read_where_it_is_and_is_in_the_key(ref, source):
     recipe, put = source()
     module, args = module_of(), operands()
     texts = set()
@@ -143,7 +143,7 @@ def test_w1_the_flag_is_read_where_it_is_and_is_in_the_key(ref, source):
 
 
 @pytest.mark.parametrize("source", [flag_on_the_class, flag_by_a_property, flag_by_a_proxy], ids=lambda f: f.__name__)
-def test_w1_other_settings_of_a_foreign_recipe_are_read_the_same_way(ref, source):
+def test_b1_other_settings_of_a_foreign_recipe_are_read_the_same_way(ref, source):
     recipe, _ = source()
     args, results = operands(), []
     module = module_of()
@@ -159,7 +159,7 @@ def test_w1_other_settings_of_a_foreign_recipe_are_read_the_same_way(ref, source
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_w1_a_flip_in_another_thread_while_a_plan_is_made_stores_no_plan_under_the_wrong_key(ref, foreign):
+def test_b1_a_flip_in_another_thread_while_a_plan_is_made_stores_no_plan_under_the_wrong_key(ref, foreign):
     """The plan of a text never fuses unless the text says so, whatever the recipe says by the time it is made."""
     module, args = module_of(), operands()
     recipe = types.SimpleNamespace() if foreign else cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=True)
@@ -184,7 +184,7 @@ def test_w1_a_flip_in_another_thread_while_a_plan_is_made_stores_no_plan_under_t
         fusion.registry.replace(before)
 
 
-def test_w1_a_flip_between_the_look_at_the_text_and_the_reading_of_the_recipe(ref, monkeypatch):
+def test_b1_a_flip_between_the_look_at_the_text_and_the_reading_of_the_recipe(ref, monkeypatch):
     module, args = module_of(), operands()
     recipe = cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=True)
 
@@ -200,7 +200,7 @@ def test_w1_a_flip_between_the_look_at_the_text_and_the_reading_of_the_recipe(re
         assert is_fused(module) is ("mlp=True" in module.fuser.last_plan.key[0])
 
 
-def test_w1_threads_that_flip_and_call_get_plans_of_their_texts(ref):
+def test_b1_threads_that_flip_and_call_get_plans_of_their_texts(ref):
     module, args = module_of(), operands()
     recipe = cgm.HighPrecision()
     stop, wrong = threading.Event(), []
@@ -225,7 +225,7 @@ def test_w1_threads_that_flip_and_call_get_plans_of_their_texts(ref):
     assert not wrong
 
 
-def test_w1_a_plans_copy_of_a_recipe_does_not_change():
+def test_b1_a_plans_copy_of_a_recipe_does_not_change():
     recipe = cgm.HighPrecision()
     recipe.layers = [1, {"a": [2]}]
     frozen = snapshot(recipe).recipe
@@ -242,7 +242,7 @@ def test_w1_a_plans_copy_of_a_recipe_does_not_change():
     assert snapshot(frozen).recipe is frozen
 
 
-def test_w2_an_operations_own_recipe_has_a_say_in_its_fusion(ref):
+def test_b3_an_operations_own_recipe_has_a_say_in_its_fusion(ref):
     off = cgm.MXFP8BlockScaling(enable_cutedsl_fused_grouped_mlp=False)
     for own, wanted in (((off, off), False), ((off, None), False), ((None, off), False), ((None, None), True)):
         module, args = module_of(), operands()
@@ -263,14 +263,14 @@ def test_w2_an_operations_own_recipe_has_a_say_in_its_fusion(ref):
     assert not is_fused(module)
 
 
-def test_w2_own_recipes_of_an_operation_that_demand_fusion_warn(ref):
+def test_b3_own_recipes_of_an_operation_that_demand_fusion_warn(ref):
     module, args = module_of(dtype=torch.float32), operands(dtype=torch.float32)
     module.fc1.recipe = module.fc2.recipe = cgm.MXFP8BlockScaling(enable_cutedsl_fused_grouped_mlp=True)
     with pytest.warns(cgm.FusionFallbackWarning, match="the type is torch.float32"):
         step(module, *args)
 
 
-def test_w2_an_own_recipe_changed_in_place_is_seen(ref):
+def test_b3_an_own_recipe_changed_in_place_is_seen(ref):
     module, args = module_of(), operands()
     mine = cgm.MXFP8BlockScaling()
     for layer in (module.fc1, module.fc2):
@@ -352,14 +352,14 @@ def with_value(value):
     ],
     ids=lambda v: type(v).__name__,
 )
-def test_w5_what_cannot_be_described_exactly_is_refused(value):
+def test_a2_what_cannot_be_described_exactly_is_refused(value):
     text, refusals = snapshot(with_value(value))[1:]
     assert refusals
     assert "0x" not in text
     assert not recipe_key(with_value(value))[1]
 
 
-def test_w5_equal_texts_mean_equal_things():
+def test_a2_equal_texts_mean_equal_things():
     pairs = [
         (WithRepr(1), WithRepr(2)),
         (class_of(1)(), class_of(2)()),
@@ -383,7 +383,7 @@ def test_w5_equal_texts_mean_equal_things():
     assert with_value(big) == with_value(big)
 
 
-def test_w5_a_name_that_leads_to_another_function_now_has_another_text(monkeypatch):
+def test_a2_a_name_that_leads_to_another_function_now_has_another_text(monkeypatch):
     module = types.ModuleType("notebook")
     monkeypatch.setitem(__import__("sys").modules, "notebook", module)
     texts = []
@@ -395,7 +395,7 @@ def test_w5_a_name_that_leads_to_another_function_now_has_another_text(monkeypat
     assert not recipe_key(cgm.CustomRecipe(qfactory=types.FunctionType(module.f.__code__, module.__dict__)))[1]
 
 
-def test_w5_class_attributes_of_a_subclass_are_in_the_text(ref):
+def test_a2_class_attributes_of_a_subclass_are_in_the_text(ref):
     class Mine(cgm.MXFP8BlockScaling):
         strength = 1
 
@@ -443,7 +443,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("ours", "more", "named"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
-def test_w6_settings_of_a_foreign_recipe_that_would_be_ignored_are_refused_by_name(path, ours, more, named):
+def test_a5_settings_of_a_foreign_recipe_that_would_be_ignored_are_refused_by_name(path, ours, more, named):
     module, args = module_of(), operands()
     with pytest.raises(cgm.UnsupportedError, match=r"quantising under elsewhere\.") as error:
         step(module, *args, recipe=foreign(ours, **more))
@@ -451,7 +451,7 @@ def test_w6_settings_of_a_foreign_recipe_that_would_be_ignored_are_refused_by_na
     assert named in str(cgm.explain(module, *args[:3], recipe=foreign(ours, **more)))
 
 
-def test_w6_a_declared_setting_that_nobody_here_knows_is_refused_unless_it_is_the_default(path):
+def test_a5_a_declared_setting_that_nobody_here_knows_is_refused_unless_it_is_the_default(path):
     module, args = module_of(), operands()
     fields = [(f.name, f.type, f) for f in dataclasses.fields(cgm.MXFP8BlockScaling())]
     fields.append(("block_size", int, dataclasses.field(default=32, kw_only=True)))
@@ -461,7 +461,7 @@ def test_w6_a_declared_setting_that_nobody_here_knows_is_refused_unless_it_is_th
         step(module, *args, recipe=Newer(block_size=64))
 
 
-def test_w6_what_agrees_with_the_other_fields_is_honoured(path):
+def test_a5_what_agrees_with_the_other_fields_is_honoured(path):
     rht = QParams(random_hadamard_transform=True)
     same = [
         (CURRENT, dict.fromkeys(("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"), QParams())),
@@ -483,7 +483,7 @@ def test_w6_what_agrees_with_the_other_fields_is_honoured(path):
         assert all(torch.equal(got[name].nan_to_num(), expected[name].nan_to_num()) for name in expected)
 
 
-def test_w6_a_factory_is_asked_with_a_role():
+def test_a5_a_factory_is_asked_with_a_role():
     asked = []
 
     def factory(role):
@@ -499,7 +499,7 @@ def test_w6_a_factory_is_asked_with_a_role():
 
 
 @pytest.mark.parametrize("path_of", ["torch", "reference"])
-def test_w8_predicate_and_plan_never_differ(path_of):
+def test_c1_predicate_and_plan_never_differ(path_of):
     """For each recipe, type and provider of kernels: fused on native kernels if and only if the predicate says so."""
     recipes = [None, cgm.HighPrecision(), CURRENT, cgm.DelayedScaling(), BLOCK, NVFP4, cgm.MXFP8BlockScaling(),
                cgm.NVFP4BlockScaling(disable_rht=True), foreign(cgm.HighPrecision())]  # fmt: skip
@@ -521,7 +521,7 @@ def test_w8_predicate_and_plan_never_differ(path_of):
     assert seen == ({True, False} if path_of == "reference" else {False})
 
 
-def test_w8_a_plan_asks_the_predicate_once_for_a_key(ref):
+def test_c1_a_plan_asks_the_predicate_once_for_a_key(ref):
     asked = cgm.support.fuser_grouped_tensor_supported
     asked.cache_clear()
     module, args = module_of(), operands()
