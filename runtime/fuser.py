@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import fusion, kernels
+from . import fusion, kernels, recipe_text
 from .autocast import in_force
 from .caching import CacheInfo, LRUCache
 from .channels import Routing
@@ -29,10 +29,10 @@ from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
 from .planning import plan_operation, planning
-from .recipe import FLAG, Recipe
+from .recipe import FLAG, OURS, Recipe
 from .recipe_state import QuantizedCall, state_key, states_lock
-from .recipe_text import recipe_name
-from .snapshot import Snapshot, kept_text, snapshot
+from .recipe_text import TEXT, recipe_name
+from .snapshot import NO_RECIPE, Snapshot, is_ours, snapshot
 
 logger = logging.getLogger("cute_grouped_mlp")
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -61,7 +61,7 @@ class Plans:
         Each operation's own recipe.
     """
 
-    __slots__ = ("_autocast", "_extra", "_generation", "_ids", "_owners", "_params", "_shapes", "_stamped", "cache",
+    __slots__ = ("_autocast", "_extra", "_generation", "_ids", "_more", "_owners", "_params", "_shapes", "_stamped", "cache",
                  "last", "own")  # fmt: skip
 
     def __init__(self, x: torch.Tensor | None, params: Sequence[torch.Tensor], ops: Sequence[BasicOperation]) -> None:
@@ -79,6 +79,7 @@ class Plans:
         self._extra = [stamp for _, stamp in stamps if stamp is not None]
         self.own = tuple(map(_own_recipe, ops))
         self._owners = [(op, own) for op, own in zip(ops, self.own, strict=True) if own is not None]
+        self._more = bool(self._owners or self._stamped)
 
     def _watch(self, params: Sequence[torch.Tensor]) -> None:
         """Remember parameters by their identity, for as long as all of them live."""
@@ -104,11 +105,15 @@ class Plans:
         if _any_autocast() or self._autocast is not None:
             if kernels.autocast_dtype(x.device) is not self._autocast:
                 return False
+        return not self._more or self._more_fits()
+
+    def _more_fits(self) -> bool:
+        """Whether operations' own recipes, and what they say of themselves, are the same."""
         for op, then in self._owners:
             now = _own_recipe(op)
             if now is None or now.text != then.text or now.refusals:
                 return False
-        return not self._stamped or self._extra == [op.fuser_stamp() for op in self._stamped]
+        return self._extra == [op.fuser_stamp() for op in self._stamped]
 
     def packed(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether parameters, of which ``data`` may have been assigned, are contiguous where they were."""
@@ -356,18 +361,21 @@ class OperationFuser:
         if not plans.fit(x, params):
             plans = self._new_plans(x, params)
         now = None
-        text = kept_text(recipe)
-        if text is None:  # not one of ours, or changed since
-            now = snapshot(recipe)
-            text = now.text
-            if now.refusals:
+        text = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)
+        if text is None or (recipe is not None and type(recipe) not in OURS):  # changed since, or not one of ours
+            if is_ours(recipe):
+                text, refusals = recipe_text.describe(recipe)
+            else:
+                now = snapshot(recipe)
+                text, refusals = now.text, now.refusals
+            if refusals:
                 self._say_once(
-                    f"plans under {now.recipe.kind} recipes are made anew at each call, as the text of "
-                    f"{recipe_name(now.recipe)} does not say everything: {'; '.join(now.refusals)}",
+                    f"plans are made anew at each call, as the text of the recipe does not say everything: "
+                    f"{'; '.join(refusals)}",
                     logger.warning,
                 )
                 plans.cache.misses += 1
-                return self._make((text, boundary), now, plans.own)
+                return self._make((text, boundary), snapshot(recipe), plans.own)
         plan = plans.last
         if plan is not None and plan.key[0] is text and plan.key[1] == boundary:
             plans.cache.hits += 1  # already the most recently used

@@ -88,6 +88,10 @@ _MM_SPLIT = _rule(
 _FP8 = _one_of(Format.E4M3, Format.HYBRID)
 
 
+#: Classes of this package's recipes and those derived from them: a proxy of a recipe is of none.
+OURS: set[type] = set()
+
+
 @dataclass(repr=False, eq=False)
 class Recipe:
     """Base of all recipes.
@@ -115,6 +119,10 @@ class Recipe:
     enable_cutedsl_fused_grouped_mlp: bool | None = field(
         default=None, kw_only=True, metadata=_one_of(None, True, False)
     )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        OURS.add(cls)
 
     def __post_init__(self) -> None:
         problems = [p for f in dataclasses.fields(self) if (p := self._violation(f.name, getattr(self, f.name)))]

@@ -7,6 +7,7 @@ on its class or given by a property.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Collection
 from types import MemberDescriptorType
@@ -58,13 +59,25 @@ def values(recipe: Any) -> tuple[dict[str, Any], bool]:
     stable : bool
         Whether all of them change only by being set on the instance.
     """
-    state, cls = vars(recipe), type(recipe)
-    declared = [f.name for f in sorted(dataclasses.fields(recipe), key=lambda f: f.kw_only is True)]
-    of_class = class_attributes(cls, declared)
-    others = sorted({name for name in (*state, *of_class) if name[:1] != "_"} - set(declared))
-    read = {name: getattr(recipe, name, _MISSING) for name in (*declared, *others)}
-    stable = not of_class and all(name in state for name in declared)
+    state = vars(recipe)
+    declared, ours = _fields_of(type(recipe))
+    of_class = () if ours else class_attributes(type(recipe), declared)
+    others = [name for name in (*state, *of_class) if name[:1] != "_" and name not in declared]
+    read = {name: getattr(recipe, name, _MISSING) for name in (*declared, *sorted(set(others)))}
+    stable = not of_class and state.keys() >= declared.keys()
     return {name: value for name, value in read.items() if value is not _MISSING}, stable
+
+
+@functools.lru_cache(maxsize=64)
+def _fields_of(cls: type) -> tuple[dict[str, None], bool]:
+    """Return the declared fields of a class in the order of its constructor, and whether it and its bases are ours."""
+    declared = {f.name: None for f in sorted(dataclasses.fields(cls), key=lambda f: f.kw_only is True)}
+    return declared, all(base is object or is_of_package(base) for base in cls.__mro__)
+
+
+def is_of_package(cls: type) -> bool:
+    """Whether a class is one of this package's recipes."""
+    return cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
 
 def class_attributes(cls: type, declared: Collection[str] = ()) -> list[str]:
@@ -78,9 +91,8 @@ def class_attributes(cls: type, declared: Collection[str] = ()) -> list[str]:
         Names of dataclass fields: of these only properties count.
     """
     found: dict[str, None] = {}
-    package = __name__.rpartition(".")[0]
     for base in cls.__mro__:
-        if base is object or base.__module__.rpartition(".")[0] == package:
+        if base is object or is_of_package(base):
             continue
         for name, value in vars(base).items():
             data = not callable(value) and not isinstance(value, (classmethod, staticmethod, MemberDescriptorType))
@@ -133,8 +145,7 @@ def frozen_copy(recipe: Any) -> Any:
         read, _ = values(recipe)
         if any(isinstance(getattr(cls, name, None), property) for name in read):
             # A property would be read again, and hide what was read: the copy is of the nearest class of this package.
-            package = __name__.rpartition(".")[0]
-            cls = next(base for base in cls.__mro__ if base.__module__.rpartition(".")[0] == package)
+            cls = next(filter(is_of_package, cls.__mro__))
         twin = object.__new__(cls)
         state = {name: value for name, value in vars(recipe).items() if name[:1] == "_" and name not in NOT_COPIED}
         state |= {name: detached(value) for name, value in read.items()}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import recipe_text
 from .describe import detached, type_name
 from .errors import ConfigError, UnsupportedError
-from .recipe import CLASSES, FLAG, Format, HighPrecision, MMParams, Recipe, class_kind
+from .recipe import CLASSES, FLAG, OURS, Format, HighPrecision, MMParams, Recipe, class_kind
 from .recipe_text import FROZEN, NAME, PROBLEMS, TEXT, recipe_name, recipe_problems
 
 _MISSING = object()
@@ -70,14 +70,14 @@ def snapshot(recipe: Any) -> Snapshot:
 
 def is_ours(recipe: Any) -> bool:
     """Whether an object really is of one of this package's classes; a proxy is not, whatever its ``__class__`` says."""
-    return issubclass(type(recipe), Recipe)
+    return type(recipe) in OURS
 
 
 def kept_text(recipe: Any) -> str | None:
     """Text of a recipe that nothing can have changed since it was built; None if it must be built anew."""
     if recipe is None:
         return _NO_RECIPE.text
-    return recipe.__dict__.get(TEXT) if issubclass(type(recipe), Recipe) else None
+    return recipe.__dict__.get(TEXT) if is_ours(recipe) else None
 
 
 def recipe_key(recipe: Any) -> tuple[str, bool]:

@@ -188,12 +188,11 @@ def test_b1_a_flip_between_the_look_at_the_text_and_the_reading_of_the_recipe(re
     module, args = module_of(), operands()
     recipe = cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=True)
 
-    def text_and_flip(recipe):
-        text = str(recipe)
+    def flip_and_read(recipe):
         recipe.enable_cutedsl_fused_grouped_mlp = not recipe.enable_cutedsl_fused_grouped_mlp
-        return text
+        return snapshot(recipe)
 
-    monkeypatch.setattr("cute_grouped_mlp.fuser.kept_text", text_and_flip)
+    monkeypatch.setattr("cute_grouped_mlp.fuser.snapshot", flip_and_read)
     for _ in range(4):
         with torch.no_grad(), cgm.autocast(recipe=recipe):
             module(*args[:3])
