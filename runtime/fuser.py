@@ -61,8 +61,20 @@ class Plans:
         Each operation's own recipe.
     """
 
-    __slots__ = ("_autocast", "_extra", "_generation", "_ids", "_more", "_owners", "_params", "_shapes", "_stamped", "cache",
-                 "last", "own")  # fmt: skip
+    __slots__ = (
+        "_autocast",
+        "_extra",
+        "_generation",
+        "_ids",
+        "_more",
+        "_owners",
+        "_params",
+        "_shapes",
+        "_stamped",
+        "cache",
+        "last",
+        "own",
+    )
 
     def __init__(self, x: torch.Tensor | None, params: Sequence[torch.Tensor], ops: Sequence[BasicOperation]) -> None:
         self.cache: LRUCache[Plan] = LRUCache(settings.plan_cache_size)

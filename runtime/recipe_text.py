@@ -60,8 +60,9 @@ def values(recipe: Any) -> tuple[dict[str, Any], bool]:
         Whether all of them change only by being set on the instance.
     """
     state = vars(recipe)
-    declared, ours = _fields_of(type(recipe))
-    of_class = () if ours else class_attributes(type(recipe), declared)
+    cls: Any = type(recipe)
+    declared, ours = _fields_of(cls)
+    of_class = () if ours else class_attributes(cls, declared)
     others = [name for name in (*state, *of_class) if name[:1] != "_" and name not in declared]
     read = {name: getattr(recipe, name, _MISSING) for name in (*declared, *sorted(set(others)))}
     stable = not of_class and state.keys() >= declared.keys()
