@@ -8,21 +8,24 @@ a graph break that says why.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import patterns
+from . import kernels, patterns
 from .autocast import in_force
 from .config import settings
 from .fuser import OperationFuser
 from .fusion import registry
+from .grouped_gemm import LinearShape, kernel_problems
 from .op import BasicOperation, FusibleOperation, expand
-from .operators import Configuration
+from .operators import STATELESS, Configuration, recipe_text_of
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
-from .recipe import FLAG, class_kind
+from .quantizers.prequantized import PrequantizedTensor
+from .recipe import FLAG, Recipe, class_kind
 from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X
 
 #: Why a call runs outside of the graph.
@@ -34,7 +37,12 @@ CAUSES = {
     "main_grad": "accumulate_into_main_grad is set: backward writes to main_grad and to attributes of the parameter, "
     "and a graph's backward may write to no tensor that other micro-batches' backwards have saved",
     "delayed": "delay_wgrad_compute is set: backward leaves work behind for backward_dw(), and a graph leaves tensors",
-    "quantized": "the recipe quantises: forward and backward read and advance the layers' quantisation state",
+    "stateful": "the recipe quantises with what earlier steps or calls left (an amax history, random numbers, weights "
+    "kept from the first micro-batch, a prequantised tensor), or with what only its own object knows (a factory, a "
+    "foreign class); an operator has tensors and a text",
+    "autocast": "the recipe quantises inside of torch.autocast: weights are quantised from their own type",
+    "emulated": "the recipe quantises, and kernels run it fused on this device: what they keep for backward has shapes "
+    "that depend on each quantiser, and an operator must know the shapes of what it returns",
     "flag": f"the recipe's {FLAG} is not None, True or False: the call raises an error that says so",
     "fusions": "fusions other than this package's are registered, which are asked about the module's own operations",
     "replay": "it is inside of cute_grouped_mlp.checkpoint, and an operation has a recipe of its own",
@@ -86,7 +94,7 @@ def forward(
             continue
         extra = extra_inputs[at : at + _inputs_of(group)]
         at += len(extra)
-        cause = _cause(group, extra, keywords)
+        cause = _cause(group, x, extra, keywords)
         if cause is None:
             x = _operator(group, x, extra)
             continue
@@ -113,7 +121,7 @@ def call(
     ops = list(fuser.basic_ops)
     if not isinstance(x, torch.Tensor) or len(extra_inputs) != _inputs_of(ops):
         return _OUTSIDE["arguments"](_run_fuser, fuser, x, extra_inputs, basic_op_kwargs)
-    cause = _cause(ops, extra_inputs, basic_op_kwargs or [])
+    cause = _cause(ops, x, extra_inputs, basic_op_kwargs or [])
     if cause is None:
         return _operator(ops, x, extra_inputs)
     return _OUTSIDE[cause](_run_fuser, fuser, x, extra_inputs, basic_op_kwargs)
@@ -178,7 +186,9 @@ def _inputs_of(ops: Sequence[BasicOperation]) -> int:
     return sum([len([c for c in op._extra_input_channels if c is None]) for op in ops])
 
 
-def _cause(ops: Sequence[BasicOperation], extra: Sequence[Any], keywords: Sequence[dict[str, Any]]) -> str | None:
+def _cause(
+    ops: Sequence[BasicOperation], x: torch.Tensor, extra: Sequence[Any], keywords: Sequence[dict[str, Any]]
+) -> str | None:
     """Say why no operator covers a pipeline: a key of :data:`CAUSES`, or None."""
     if len(ops) != 3 or not _is_mlp(type(ops[0]), type(ops[1]), type(ops[2])):
         return "pipeline"
@@ -205,13 +215,46 @@ def _cause(ops: Sequence[BasicOperation], extra: Sequence[Any], keywords: Sequen
     for op in (fc1, activation, fc2):
         if op._recipe is not None and in_force.replay is not None:
             return "replay"
-        recipe = in_force.recipe if op._recipe is None else op._recipe
-        if op is not activation and recipe is not None and not _unquantized(type(recipe)):
-            return "quantized"
-        flag = getattr(recipe, FLAG, None)
+        flag = getattr(_recipe_of(op), FLAG, None)
         if flag is not None and not isinstance(flag, bool):
             return "flag"
+    quantizing = [recipe for recipe in (_recipe_of(fc1), _recipe_of(fc2)) if not _is_unquantized(recipe)]
+    if not quantizing:
+        return None
+    first = [value for given in keywords for value in given.values() if value is not None]
+    if first or not all([_is_stateless(recipe) for recipe in quantizing]) or isinstance(x, PrequantizedTensor):
+        return "stateful"
+    if _autocasts(x.device):
+        return "autocast"
+    if _fusion(ops) != "off" and _has_kernels(x.device, settings.sm100, type(kernels._provider)):
+        return "emulated"
     return None
+
+
+def _recipe_of(op: BasicOperation) -> Any:
+    """Recipe that counts for an operation."""
+    return in_force.recipe if op._recipe is None else op._recipe
+
+
+def _is_unquantized(recipe: Any) -> bool:
+    return recipe is None or _unquantized(type(recipe))
+
+
+def _is_stateless(recipe: Any) -> bool:
+    """Whether quantising under a recipe needs nothing but its fields; NVFP4 has one that says so."""
+    answer: bool = _stateless(type(recipe), getattr(recipe, "disable_stochastic_rounding", True))
+    return answer
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _stateless(cls: type, rounds_to_nearest: bool) -> bool:
+    return cls in STATELESS and rounds_to_nearest
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(device: torch.device, sm100: str, provider: type) -> bool:
+    """Whether kernels run on a device; the other arguments are there to be guarded on."""
+    return not kernels.provider().unsupported(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -249,19 +292,25 @@ def _operator(ops: Sequence[Any], x: torch.Tensor, extra: Sequence[Any]) -> torc
     scale = extra[3] if fc2.scale_bias else None
     w1, b1, w2, b2 = fc1.weights(), fc1.bias, fc2.weights(), fc2.bias
     dtype = w1[0].dtype
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+    if _autocasts(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w1, w2 = x.to(dtype), [w.to(dtype) for w in w1], [w.to(dtype) for w in w2]
     b1 = None if b1 is None else b1.to(dtype)
     b2 = None if b2 is None else b2.to(dtype)
-    configuration = _text(activation.activation, activation.glu_interleave_size, activation.params, _fusion(ops))
+    configuration = _text(
+        *(activation.activation, activation.glu_interleave_size, activation.params, _fusion(ops)),
+        *(_recipe_text(fc1), _recipe_text(fc2)),
+    )
     needs = 0
     if torch.is_grad_enabled():
         wanted = (([x], NEED_X), (w1, NEED_W1), ([b1], NEED_B1), ([probs], NEED_PROBS), (w2, NEED_W2), ([b2], NEED_B2))
         for tensors, bit in (*wanted, ([scale], NEED_SCALE)):
             if any([t is not None and t.requires_grad for t in tensors]):
                 needs += bit
-    y, _, _ = torch.ops.cute_grouped_mlp.mlp_forward(
+    operator = torch.ops.cute_grouped_mlp.mlp_forward
+    if _reads_sizes(_shape(fc1), _shape(fc2), dtype, x.device, settings.sm100, type(kernels._provider)):
+        operator = torch.ops.cute_grouped_mlp.mlp_forward_reading_sizes
+    y, _, _ = operator(
         x.reshape(-1, x.shape[-1]),
         w1,
         b1,
@@ -278,14 +327,64 @@ def _operator(ops: Sequence[Any], x: torch.Tensor, extra: Sequence[Any]) -> torc
     return result
 
 
+def _shape(fc: GroupedLinear) -> tuple[int, int, int]:
+    return fc.num_groups, fc.in_features, fc.out_features
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _reads_sizes(
+    shape1: tuple[int, int, int],
+    shape2: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    sm100: str,
+    provider: type,
+) -> bool:
+    """Whether there are no kernels for both layers, so that plain torch may read the split sizes on the host.
+
+    The last two arguments are there to be guarded on.
+    """
+    return any(kernel_problems(LinearShape(*shape, dtype, device)) for shape in (shape1, shape2))
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def _fusion(ops: Sequence[Any]) -> str:
     """Say what the recipes and the settings ask for: a policy of :class:`Configuration`."""
-    flags = [getattr(in_force.recipe if op._recipe is None else op._recipe, FLAG, None) for op in ops]
+    flags = [getattr(_recipe_of(op), FLAG, None) for op in ops]
     if any([flag is False for flag in flags]) or (any([flag is None for flag in flags]) and not settings.fuse):
         return "off"
     return "demanded" if any([flag is True for flag in flags]) else "default"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(activation: str, glu_interleave_size: int | None, params: tuple[float, ...], fusion: str) -> str:
-    return str(Configuration(activation, glu_interleave_size, params, fusion))
+def _text(
+    activation: str,
+    glu_interleave_size: int | None,
+    params: tuple[float, ...],
+    fusion: str,
+    recipe1: str | None,
+    recipe2: str | None,
+) -> str:
+    return str(Configuration(activation, glu_interleave_size, params, fusion, (recipe1, recipe2)))
+
+
+def _recipe_text(fc: GroupedLinear) -> str | None:
+    """Write the recipe under which a layer is quantised, from fields that are guarded on."""
+    recipe = _recipe_of(fc)
+    if _is_unquantized(recipe):
+        return None
+    text: str = _written(type(recipe), *[getattr(recipe, name) for name in _field_names(type(recipe))])
+    return text
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _field_names(cls: type[Recipe]) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _written(cls: type[Recipe], *values: Any) -> str:
+    return recipe_text_of(cls, values)

@@ -8,10 +8,12 @@ What forward keeps for backward is the same in both cases.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,7 +27,19 @@ from .fuser import OperationFuser
 from .grouped_mlp import FusedGroupedMLP
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear, pack
-from .recipe import HighPrecision
+from .recipe import (
+    CLASSES,
+    FLAG,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    HighPrecision,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from .recipe_state import QuantizedCall, RecipeState
 from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X, NEED_Z
 from .unfused_mlp import UnfusedGroupedMLP
 
@@ -39,6 +53,9 @@ _RECIPES = {
     "demanded": HighPrecision(enable_cutedsl_fused_grouped_mlp=True),
 }
 
+#: Recipes under which quantising depends on nothing but the tensors and the recipe: NVFP4 if it rounds to nearest.
+STATELESS = (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
@@ -50,12 +67,15 @@ class Configuration:
         As :class:`ScaledActivation` has them.
     fusion
         ``"off"``, ``"default"`` (fuse where supported) or ``"demanded"`` (and warn where not).
+    recipes
+        Of both layers, as :func:`recipe_text_of` writes them; None: the layer is not quantised.
     """
 
     activation: str
     glu_interleave_size: int | None = None
     params: tuple[float, ...] = ()
     fusion: str = "default"
+    recipes: tuple[str | None, str | None] = (None, None)
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -76,7 +96,41 @@ class Configuration:
             raise ConfigError(f"a configuration of the grouped MLP is {text!r}: {error}") from None
         if found.fusion not in _RECIPES:
             raise ConfigError(f"fusion is {found.fusion!r}; allowed: {', '.join(_RECIPES)}")
-        return Configuration(found.activation, found.glu_interleave_size, tuple(found.params), found.fusion)
+        first, second = found.recipes
+        return replace(found, params=tuple(found.params), recipes=(first, second))
+
+
+def recipe_text_of(cls: type[Recipe], values: Sequence[Any]) -> str:
+    """Write a recipe without state as text.
+
+    Parameters
+    ----------
+    cls, values
+        One of this package's classes, and the values of its fields, in order.
+    """
+    plain = [_written(value) for value in values]
+    return json.dumps([cls.kind, dict(zip([f.name for f in fields(cls)], plain, strict=True))])
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Format):
+        return value.name
+    return value.use_split_accumulator if isinstance(value, MMParams) else value
+
+
+def _read(text: str, flag: bool | None) -> Recipe:
+    """Inverse of :func:`recipe_text_of`, with a fusion flag of its own."""
+    kind, written = json.loads(text)
+    cls = CLASSES[kind]
+    values = {f.name: _as(f.default, written[f.name]) for f in fields(cls)}
+    return cls(**{**values, FLAG: flag})
+
+
+def _as(default: Any, written: Any) -> Any:
+    """A field's value, which is of the type of its default."""
+    if isinstance(default, Format):
+        return Format[written]
+    return MMParams(written) if isinstance(default, MMParams) else written
 
 
 # What runs ------------------------------------------------------------------------------------------------------------
@@ -95,8 +149,17 @@ def _steps(
     if fusion == "default" and not settings.fuse:
         fusion = "demanded"  # the setting was changed since forward, whose plan backward follows
     plan = fuser.select(_RECIPES[fusion], 0, x, params)
+    if plan.error is not None:
+        raise plan.error
     op = plan.forward_ops[0][0]
-    return op if type(op) is FusedGroupedMLP else UnfusedGroupedMLP(*fuser.basic_ops)  # type: ignore[arg-type]
+    if type(op) is FusedGroupedMLP:
+        return op
+    fc1, activation, fc2 = fuser.basic_ops
+    calls = []
+    for fc, planned in ((fc1, plan.planned[0]), (fc2, plan.planned[2])):
+        made = planned.quantizers
+        calls.append(None if made is None else QuantizedCall(made, RecipeState(made, fc)))
+    return UnfusedGroupedMLP(fc1, activation, fc2, calls)  # type: ignore[arg-type]  # as they were made
 
 
 def _stand_in(
@@ -119,12 +182,19 @@ def _stand_in(
         fc2 = GroupedLinear(groups2, ffn, out, bias=bias2, scale_bias=scale, device=device2, dtype=dtype2)
     activation = ScaledActivation(found.activation, glu_interleave_size=found.glu_interleave_size)
     activation.params = found.params or activation.params
+    flag = _RECIPES[found.fusion].enable_cutedsl_fused_grouped_mlp
+    fc1.recipe, fc2.recipe = (None if text is None else _read(text, flag) for text in found.recipes)
     fuser = OperationFuser((fc1, activation, fc2))
     return fuser, fuser.parameters()
 
 
-def _unautocast(device: torch.device) -> Any:
+_NOTHING_TO_LEAVE: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _unautocast(device: torch.device) -> AbstractContextManager[Any]:
     """Keep ``torch.autocast`` out: graphs cast before the operator, which computes in the weights' type."""
+    if kernels.autocast_dtype(device) is None:
+        return _NOTHING_TO_LEAVE
     return torch.autocast(device.type, enabled=False)
 
 
@@ -136,7 +206,6 @@ def _keeps_a(needs: int) -> bool:
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("cute_grouped_mlp::mlp_forward", mutates_args=())
 def mlp_forward(
     x: torch.Tensor,
     w1: Sequence[torch.Tensor],
@@ -197,8 +266,7 @@ def _kept(
     return z.contiguous(), a.contiguous()
 
 
-@mlp_forward.register_fake
-def _(
+def _fake_forward(
     x: Any,
     w1: Any,
     b1: Any,
@@ -221,7 +289,6 @@ def _packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
     return groups, out, features
 
 
-@torch.library.custom_op("cute_grouped_mlp::mlp_backward", mutates_args=())
 def mlp_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -278,8 +345,7 @@ def mlp_backward(
     return [grad.contiguous() for grad, bit in wanted if grad is not None and needs & bit]
 
 
-@mlp_backward.register_fake
-def _(
+def _fake_backward(
     dy: Any,
     x: Any,
     w1: Any,
@@ -316,22 +382,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.counts, ctx.bias1, ctx.configuration, ctx.needs = (len(w1), len(w2)), b1 is not None, configuration, needs
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    count1, count2 = ctx.counts
-    if dy is None:
-        return None, [None] * count1, None, None, None, [None] * count2, None, None, None, None, None
-    saved = list(ctx.saved_tensors)
-    w1, w2 = saved[:count1], saved[count1 : count1 + count2]
-    x, *rest = saved[count1 + count2 :]
-    grads = iter(
-        torch.ops.cute_grouped_mlp.mlp_backward(
-            dy.contiguous(), x, w1, ctx.bias1, w2, *rest, ctx.configuration, ctx.needs
-        )
-    )
-    dx, dw1, db1, dprobs, dw2, db2, dscale = (next(grads) if ctx.needs & bit else None for bit in NEEDS)
-    return dx, _of_each(dw1, w1), db1, dprobs, None, _of_each(dw2, w2), db2, dscale, None, None, None
-
-
 def _of_each(dw: torch.Tensor | None, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Gradients of one weight (G, out, in), or of G weights (out, in)."""
     if dw is None:
@@ -339,4 +389,32 @@ def _of_each(dw: torch.Tensor | None, weights: Sequence[torch.Tensor]) -> list[t
     return [dw] if weights[0].dim() == 3 else list(dw.unbind(0))
 
 
-mlp_forward.register_autograd(_backward, setup_context=_setup_context)
+def _define(suffix: str, tags: Sequence[torch.Tag]) -> None:
+    """Define the two operators, with a suffix to their names."""
+    forward: Any = torch.library.custom_op(
+        f"cute_grouped_mlp::mlp_forward{suffix}", mlp_forward, mutates_args=(), tags=tags
+    )
+    backward: Any = torch.library.custom_op(
+        f"cute_grouped_mlp::mlp_backward{suffix}", mlp_backward, mutates_args=(), tags=tags
+    )
+
+    def gradients(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        count1, count2 = ctx.counts
+        if dy is None:
+            return None, [None] * count1, None, None, None, [None] * count2, None, None, None, None, None
+        saved = list(ctx.saved_tensors)
+        w1, w2 = saved[:count1], saved[count1 : count1 + count2]
+        x, *rest = saved[count1 + count2 :]
+        grads = iter(backward(dy.contiguous(), x, w1, ctx.bias1, w2, *rest, ctx.configuration, ctx.needs))
+        dx, dw1, db1, dprobs, dw2, db2, dscale = (next(grads) if ctx.needs & bit else None for bit in NEEDS)
+        return dx, _of_each(dw1, w1), db1, dprobs, None, _of_each(dw2, w2), db2, dscale, None, None, None
+
+    forward.register_fake(_fake_forward)
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(gradients, setup_context=_setup_context)
+
+
+_define("", ())
+#: The same where plain torch may read the split sizes on the host, which no CUDA graph captures.
+READS_SIZES = "_reading_sizes"
+_define(READS_SIZES, (torch.Tag.cudagraph_unsafe,))

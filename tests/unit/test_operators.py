@@ -20,6 +20,7 @@ OPTIONS = [
     {"single_grouped_weight": False},
 ]
 forward, backward = torch.ops.cute_grouped_mlp.mlp_forward, torch.ops.cute_grouped_mlp.mlp_backward
+reading_sizes = torch.ops.cute_grouped_mlp.mlp_forward_reading_sizes
 
 
 class OnlyThere(ReferenceKernels):
@@ -111,7 +112,25 @@ def test_e10_opcheck(provider, options, layout):
 
 
 def test_e10_opcheck_of_features_that_no_kernel_takes(provider):
-    torch.library.opcheck(forward, arguments(make(32, 37, bias=True, scale_bias=True)))
+    torch.library.opcheck(reading_sizes, arguments(make(32, 37, bias=True, scale_bias=True)))
+
+
+def test_e10_what_reads_sizes_on_the_host_is_no_part_of_a_cuda_graph(provider):
+    """Inductor captures no operator with the tag; where kernels run nothing is read, and the operator has none."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs[:] = [graph]
+        return graph
+
+    for features, kernel in (((16, 24), provider is not None), ((32, 37), False)):
+        torch.compiler.reset()
+        module = make(*features)
+        with torch.no_grad():
+            torch.compile(module, backend=backend, fullgraph=True)(*inputs(module))
+        (called,) = {node.target for node in graphs[0].graph.nodes if "mlp_forward" in str(node.target)}
+        assert called is (forward if kernel else reading_sizes)
+        assert (torch.Tag.cudagraph_unsafe in called.default.tags) is not kernel
 
 
 @pytest.mark.parametrize("needs", [0, NEED_W2, NEED_B2, NEED_PROBS, NEED_X, NEED_W1 | NEED_W2])

@@ -110,6 +110,8 @@ def test_e10_a_recipe_whose_text_is_not_kept():
     with cgm.autocast(recipe=recipe):
         for note in range(4):
             recipe.note = f"step {note}"
+            if note % 2:
+                assert str(recipe).endswith(f"note='step {note}')")  # which keeps the text
             train([graph])
     assert counter.frame_count == 1
 
