@@ -225,6 +225,10 @@ class Sequential(torch.nn.Module):
         """
         if not op_kwargs:
             return None
+        by_op = self._kwargs_by_op(op_kwargs)
+        return [by_op.get(id(op), {}) for op in fuser.basic_ops]
+
+    def _kwargs_by_op(self, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         members = {id(op) for module in self if isinstance(module, FusibleOperation) for op in expand([module])}
         by_op: dict[int, dict[str, Any]] = {}
         for key, kwargs in op_kwargs.items():
@@ -233,7 +237,7 @@ class Sequential(torch.nn.Module):
                 name = f"{type(op).__name__} ({key})" if isinstance(key, int) else type(op).__name__
                 raise FusionError(f"op_kwargs names {name}, which is not a basic operation of this Sequential")
             by_op[id(op)] = kwargs
-        return [by_op.get(id(op), {}) for op in fuser.basic_ops]
+        return by_op
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": [], "_grouped": None}
