@@ -93,3 +93,7 @@ class MissingArtifactError(GroupedMLPError):
 
 class ArtifactCorruptError(GroupedMLPError):
     """An artifact on disk is not what its metadata says.  The store catches it, moves the entry aside and rebuilds."""
+
+
+class ArtifactUnreadableError(GroupedMLPError):
+    """An artifact on disk may be as it should, and this process cannot read or load it: it is left alone."""
