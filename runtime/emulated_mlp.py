@@ -265,7 +265,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
 
     def _unquantized_parameters(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) as it is, for its quantiser, and the bias as kernels read it."""
-        w, bias = fc.packed_weight(), fc.bias
+        w, bias = fc.packed_weight(), fc.plain_bias()
         if w.dtype is not self._fixed.dtype:
             self._require_fresh()
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))

@@ -28,6 +28,7 @@ from .errors import FusionError, FusionFallbackWarning, ShapeError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
+from .plain import PLAIN, arrived, local, require_plain
 from .planning import plan_operation, planning
 from .recipe import FLAG, OURS, Recipe
 from .recipe_state import QuantizedCall, state_key, states_lock
@@ -167,6 +168,8 @@ class OperationFuser:
         How often recipe state was made anew.
     hooked : list of (int, BasicOperation)
         Operations that prepare each forward, with their indices.
+    apart : str or None
+        Why the pipeline is one operation that is not run with its neighbours; None: it is not so.
     number : int
         Of this fuser, in this process.
     compiled : dict of int to FusibleOperation
@@ -189,6 +192,7 @@ class OperationFuser:
         self._plans = Plans(None, (), ())
         self._state_key: tuple[Any, ...] | None = None
         self._reported: set[str] = set()
+        self.apart: str | None = None
         # What torch.compile's graphs refer to: numbers of fusers, and the fused operations that they chose.
         self.number = next(_numbers)
         self.compiled: dict[int, FusibleOperation] = {}
@@ -237,7 +241,9 @@ class OperationFuser:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"the input is {type(input).__name__}; allowed: a tensor")
-        params = self.parameters()
+        params: Sequence[torch.Tensor] = self.parameters()
+        if not PLAIN.issuperset(map(type, (input, *extra_inputs, *params))):
+            input, extra_inputs, params = self._plain(input, extra_inputs, params)
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
         boundary = 0 if x_requires_grad else self.boundary(False, extra_inputs)
         if in_force.replay is not None:
@@ -310,6 +316,26 @@ class OperationFuser:
         for op in self.basic_ops:
             params += op.fuser_parameters()
         return params
+
+    def _plain(
+        self, input: torch.Tensor, extra_inputs: Sequence[Any], params: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[Any], Sequence[torch.Tensor]]:
+        """Return tensors that kernels can read: of parameters sharded by experts, the part of this process.
+
+        Raises
+        ------
+        ShapeError
+            If kernels run on the device, and something has no data of its own.
+        """
+        owners = [op for op in self.basic_ops for _ in op.fuser_parameters()]
+        params = [local(p, f"a parameter of {type(op).__name__}") for op, p in zip(owners, params, strict=True)]
+        input, *extra_inputs = map(arrived, (input, *extra_inputs))
+        if not kernels.provider().unsupported(input.device):
+            named = [("the input", input), *((f"extra input {i}", t) for i, t in enumerate(extra_inputs))]
+            require_plain(
+                named + [(f"a parameter of {type(op).__name__}", p) for op, p in zip(owners, params, strict=True)]
+            )
+        return input, extra_inputs, params
 
     def _expected(self) -> str:
         slots = [f"{type(self.basic_ops[i]).__name__} ({i})" for i, _ in self._routing.inputs]
@@ -420,6 +446,8 @@ class OperationFuser:
             forward = fusion.apply(fusion.registry.forward, joint.ops, recipe.recipe)
             backward = fusion.apply(fusion.registry.backward, joint.ops, recipe.recipe)
         rejections = joint.rejections + forward.rejections + backward.rejections
+        if self.apart is not None:
+            rejections += (Rejection("a pipeline with its neighbours", (self.apart,)),)
         self._report(recipes, [r for r in rejections if r.wanted])
         state = _state_key_of(recipe.recipe, own)
         first = forward.ops[0]

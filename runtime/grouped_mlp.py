@@ -19,6 +19,7 @@ from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
 from .mlp_kernels import MLPKernels
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
+from .plain import PLAIN
 from .step import (
     NEED_B1,
     NEED_B2,
@@ -169,6 +170,8 @@ class FusedGroupedMLP(MLPKernels):
             w2: Any = fixed.fc2._parameters["weight"]
             if (
                 w1.dtype is w2.dtype is fixed.dtype
+                and type(w1) in PLAIN
+                and type(w2) in PLAIN
                 and not (w1.data_ptr() | w2.data_ptr()) % 16
                 and w1.is_contiguous()
                 and w2.is_contiguous()
@@ -184,7 +187,7 @@ class FusedGroupedMLP(MLPKernels):
         if w.dtype is not self._fixed.dtype:
             self._require_fresh()
             w = w.to(self._fixed.dtype)
-        bias = fc._parameters["bias"]
+        bias = fc.plain_bias()
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))
 
     def _require_fresh(self) -> None:
