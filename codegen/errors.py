@@ -43,6 +43,10 @@ class ShapeError(GroupedMLPError, ValueError):
     """An argument has a wrong shape, dtype, device or layout."""
 
 
+class FieldTypeError(GroupedMLPError, TypeError):
+    """A field of a spec holds something else than its type says."""
+
+
 class RenderError(GroupedMLPError):
     """A template cannot be rendered for a spec, or rendered to something that is not Python."""
 

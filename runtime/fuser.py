@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import fusion, kernels, recipe_text
+from . import checks, fusion, kernels, recipe_text
 from .autocast import in_force
 from .caching import CacheInfo, LRUCache
 from .channels import Routing
@@ -256,6 +256,8 @@ class OperationFuser:
                 self._plans.expire()
                 plan = self.select(in_force.recipe, boundary, input, params)
         self.last_plan = plan
+        if basic_op_kwargs:
+            self._check_buffers(basic_op_kwargs, input, (*params, *extra_inputs), x_requires_grad, boundary)
         quantized = self._unquantized
         if plan.state_key[0] != "high_precision":
             quantized = self._take_states(plan)
@@ -316,6 +318,31 @@ class OperationFuser:
         for op in self.basic_ops:
             params += op.fuser_parameters()
         return params
+
+    def _check_buffers(
+        self,
+        kwargs: Sequence[dict[str, Any]],
+        input: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        x_requires_grad: bool,
+        boundary: int,
+    ) -> None:
+        """Raise ShapeError that names all that is wrong with the caller's buffers, before anything is launched.
+
+        They must not share memory with each other, nor with ``tensors``, the parameters and extra inputs.
+        """
+        problems: list[str] = []
+        buffers: dict[str, Any] = {}
+        for index, (op, given) in enumerate(zip(self.basic_ops, kwargs, strict=True)):
+            where = f"{type(op).__name__} ({index})"
+            backward = index > boundary or (index == 0 and x_requires_grad)
+            problems += [f"{where}: {p}" for p in op.buffer_problems(given, input.shape[:-1], backward=backward)]
+            names = ("output", *(("grad_input",) if backward else ()))
+            buffers |= {f"{name} of {where}": given[name] for name in names if given.get(name) is not None}
+        if buffers:
+            others = {"the input": input, **{f"parameter or extra input {i}": t for i, t in enumerate(tensors)}}
+            problems += checks.apart_problems(buffers, others)
+        checks.require("the caller's buffers", problems)
 
     def _plain(
         self, input: torch.Tensor, extra_inputs: Sequence[Any], params: Sequence[torch.Tensor]

@@ -405,8 +405,26 @@ def grid(spec: KernelSpec, sms: int) -> int:
 
 
 def int32_sizes(sizes: torch.Tensor) -> torch.Tensor:
-    """Split sizes as kernels read them: int64 sizes are viewed as their low words, without a copy."""
-    return sizes if sizes.dtype is torch.int32 else sizes.unsqueeze(-1).view(torch.int32)[:, 0]
+    """Split sizes as kernels read them, int32; of int64 those beyond int32 become its limits, which kernels report.
+
+    One operation, which clamps and converts: the low words alone would take 2^32 + 40 for 40.
+    """
+    if sizes.dtype is torch.int32:
+        return sizes
+    limits = _int32_limits.get(sizes.device)
+    if limits is None:
+        if sizes.is_cuda and torch.cuda.is_current_stream_capturing():  # made now they would belong to the graph
+            return sizes.clamp(*_INT32).to(torch.int32)
+        with torch.inference_mode(False):
+            made = [torch.tensor(limit, dtype=torch.int64, device=sizes.device) for limit in _INT32]
+        limits = _int32_limits.setdefault(sizes.device, (made[0], made[1]))
+    out = torch.empty(sizes.shape, dtype=torch.int32, device=sizes.device)
+    return torch.clamp(sizes, *limits, out=out)
+
+
+_INT32 = -(2**31), 2**31 - 1
+#: The limits of int32 on each device, as tensors: with numbers ``clamp`` does not convert.
+_int32_limits: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def rows_of(t: torch.Tensor | None) -> torch.Tensor | None:

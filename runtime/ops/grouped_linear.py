@@ -353,13 +353,32 @@ class GroupedLinear(BasicOperation):
             )
         if input_.dim() != 2:  # FSDP2 warns about outputs that are views
             y = y.view(*input_.shape[:-1], self.out_features)
-        y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y)
+        y = checks.into_buffer(buffers["output"], y)
         if ctx.requires_grad:
             ctx.call, ctx.grad_input, ctx.input_shape = call, buffers["grad_input"], input_.shape
             ctx.weight_requires_grad, ctx.scale_requires_grad = of_weight, of_scale
             ctx.bias_requires_grad = self.bias is not None and self.bias.requires_grad
             ctx.save_for_backward(bias if of_scale else None, sizes, scale, *saved)
         return y, [()]
+
+    def buffer_problems(self, kwargs: dict[str, Any], rows: torch.Size, *, backward: bool) -> list[str]:
+        """Say what is wrong with ``output=`` and ``grad_input=`` of a call.
+
+        Parameters
+        ----------
+        kwargs, rows, backward
+            As :meth:`BasicOperation.buffer_problems` takes them.
+        """
+        device = self.fuser_parameters()[0].device
+        dtype = kernels.autocast_dtype(device) or self.weights()[0].dtype
+        problems = []
+        for name, features in (
+            ("output", self.out_features),
+            *((("grad_input", self.in_features),) if backward else ()),
+        ):
+            if kwargs.get(name) is not None:
+                problems += checks.buffer_problems(name, kwargs[name], (*rows, features), dtype, device)
+        return problems
 
     def fuser_backward(
         self,
@@ -378,7 +397,7 @@ class GroupedLinear(BasicOperation):
         for_dgrad, for_wgrad = self._backward_operands(ctx, dy, grad_output, sizes, saved)
         if for_dgrad is not None:
             dx = gemm.dgrad(*for_dgrad).view(ctx.input_shape)
-            dx = checks.into_buffer(type(self).__name__, "grad_input", ctx.grad_input, dx)
+            dx = checks.into_buffer(ctx.grad_input, dx)
         if for_wgrad is not None:
             dy_w, x_w, slots, alpha = for_wgrad
             dw = self.weight_gradient(lambda out, accumulate: gemm.wgrad(dy_w, x_w, slots, out, accumulate, alpha))

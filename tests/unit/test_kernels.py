@@ -336,12 +336,14 @@ def test_grid_is_whole_clusters():
     assert kernels.grid(SPEC, 133) == 133
 
 
-def test_split_sizes_are_viewed_as_int32_without_a_copy():
+def test_split_sizes_are_read_as_int32():
     sizes = torch.tensor([5, 0, 7])
-    view = kernels.int32_sizes(sizes)
-    assert view.dtype is torch.int32
-    assert view.tolist() == [5, 0, 7]
-    assert view.data_ptr() == sizes.data_ptr()
+    read = kernels.int32_sizes(sizes)
+    assert read.dtype is torch.int32
+    assert read.tolist() == [5, 0, 7]
+    limits = [2**32 + 40, 2**31, 2**31 - 1, -(2**31), -(2**31) - 1, -(2**40), 2**63 - 1]
+    cut = [2**31 - 1, 2**31 - 1, 2**31 - 1, -(2**31), -(2**31), -(2**31), 2**31 - 1]
+    assert kernels.int32_sizes(torch.tensor(limits)).tolist() == cut
     assert kernels.int32_sizes(torch.stack([sizes, sizes + 1], 1)[:, 0]).tolist() == [5, 0, 7]
     assert kernels.int32_sizes(torch.tensor([-1])).tolist() == [-1]
     int32 = sizes.int()
