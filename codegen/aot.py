@@ -12,14 +12,14 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .artifacts import Artifact, artifact_key, publish, read_artifact
 from .compile import Compiled, compile_many
-from .errors import ArtifactCorruptError, CompileError, GroupedMLPError
+from .errors import ArtifactCorruptError, ArtifactUnreadableError, CompileError, GroupedMLPError
+from .folders import distrust, is_entry, path_problem, remove_entry, scratch_folder, warn_once
 from .render import render
 from .spec import Arch, KernelSpec
 from .toolchain import DSL, driver_cuda, toolchain
@@ -53,7 +53,7 @@ class AotFolder:
         try:
             self.manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
             self._names = {v["name"]: v["spec"] for v in self.manifest["variants"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise GroupedMLPError(
                 f"{path} is not a folder of compiled kernels: {MANIFEST}: {type(error).__name__}: {error}. "
                 "Make one with: cute-grouped-mlp build --arch sm_90a --out DIR"
@@ -66,20 +66,32 @@ class AotFolder:
 
     def mismatch(self) -> str | None:
         """Why no kernel of the folder can be loaded by this process; None if they can."""
+        if problem := path_problem(self.path) or distrust(self.path, owners=[os.geteuid(), 0]):
+            return problem
         abi = self.manifest.get("abi")
         if abi != toolchain().abi:
             return f"{self.path} was built for runtime ABI {abi}, this process has {toolchain().abi}"
         return None
 
     def get(self, spec: KernelSpec) -> Artifact | None:
-        """Return the artifact of a spec; None if the folder has none that this process can load."""
-        if self._names.get(spec.name) != spec.to_dict() or self.manifest.get("arch") != spec.arch.value:
+        """Return the artifact of a spec; None if the folder has none that this process can load, which is said once."""
+        if self.lacks(spec) is not None:
             return None
         try:
             return self.read(spec.name)
-        except ArtifactCorruptError as error:
-            logger.warning("%s", error)
+        except (ArtifactCorruptError, ArtifactUnreadableError) as error:
+            warn_once(str(error))
             return None
+
+    def lacks(self, spec: KernelSpec) -> str | None:
+        """Say why the folder has no kernel of a spec; None if its manifest lists it."""
+        if (arch := self.manifest.get("arch")) != spec.arch.value:
+            return f"{self.path} was built for {arch}, not for {spec.arch.value}"
+        if spec.name not in self._names:
+            return f"it is not in {self.path}"
+        if self._names[spec.name] != spec.to_dict():
+            return f"{self.path} has another kernel of that name"
+        return None
 
     def read(self, name: str) -> Artifact:
         """Read and verify a variant.
@@ -88,6 +100,8 @@ class AotFolder:
         ------
         ArtifactCorruptError
             If it is missing, damaged, another one than the manifest says, or for another runtime.
+        ArtifactUnreadableError
+            If this process may not read it.
         """
         mismatch = self.mismatch()
         if mismatch is not None:
@@ -142,7 +156,8 @@ def build_folder(
     Raises
     ------
     GroupedMLPError
-        If the folder holds something else: no manifest, or another architecture or toolchain.
+        If the folder holds something else: no manifest, another architecture or toolchain, or under a kernel's name
+        files that were not written by an earlier build.  Nothing is written then.
     """
     archs = {spec.arch for spec in specs}
     if len(archs) != 1:
@@ -151,6 +166,9 @@ def build_folder(
         )
     (arch,) = archs
     kept = _existing(out_dir, arch)
+    there = [spec.name for spec in specs if os.path.lexists(out_dir / spec.name)]
+    if foreign := [name for name in there if not is_entry(out_dir / name)]:
+        raise GroupedMLPError(f"{out_dir} holds {', '.join(foreign)}, which no build wrote: choose another folder")
     out_dir.mkdir(parents=True, exist_ok=True)
     keys = {spec: artifact_key(render(spec)) for spec in specs}
     results: dict[KernelSpec, Artifact | CompileError] = {}
@@ -165,23 +183,27 @@ def build_folder(
     def finish(spec: KernelSpec, compiled: Compiled | CompileError) -> None:
         if isinstance(compiled, Compiled):
             target = out_dir / spec.name
-            if target.exists():
-                shutil.rmtree(target)
-            publish(compiled, keys[spec], target)
+            remove_entry(target)
+            publish(compiled, keys[spec], target, 0o777)
             results[spec] = kept[spec.name] = read_artifact(target)
             list_kept()  # after each: a build that is interrupted goes on where it was
         else:
             results[spec] = compiled
         progress(spec, results[spec])
 
-    with tempfile.TemporaryDirectory(prefix="cute-grouped-mlp-") as scratch:
-        compile_many([s for s in specs if s not in results], Path(scratch), jobs=jobs, progress=finish)
+    scratch = scratch_folder()
+    try:
+        compile_many([s for s in specs if s not in results], scratch, jobs=jobs, progress=finish)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     list_kept()
     return {spec: results[spec] for spec in specs}
 
 
 def _existing(out_dir: Path, arch: Arch) -> dict[str, Artifact]:
     """Return the artifacts of the folder, by name."""
+    if problem := path_problem(out_dir):
+        raise GroupedMLPError(f"{problem}: choose another folder")
     if not out_dir.exists() or not any(out_dir.iterdir()):
         return {}
     folder = AotFolder(out_dir)
@@ -193,8 +215,8 @@ def _existing(out_dir: Path, arch: Arch) -> dict[str, Artifact]:
     for name in folder.names:
         try:
             found[name] = folder.read(name)
-        except ArtifactCorruptError as error:
-            logger.warning("%s; it is dropped from the folder", error)
+        except (ArtifactCorruptError, ArtifactUnreadableError) as error:
+            logger.warning("%s; it is dropped from the manifest", error)
     return found
 
 

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import platformdirs
 
 from .compile import TIMEOUT, Compiled, compile_kernel, compile_options
-from .errors import ArtifactCorruptError, CompileError
+from .errors import ArtifactCorruptError, ArtifactUnreadableError, CompileError, GroupedMLPError
+from .folders import (
+    LIBRARY,
+    META,
+    OBJECT,
+    SOURCE,
+    default_root,
+    distrust,
+    new_folder,
+    path_problem,
+    remove_entry,
+    remove_if_empty,
+    scratch_folder,
+    warn_once,
+)
 from .render import Rendered, render
 from .resources import ResourceReport
 from .spec import KernelSpec
@@ -36,16 +48,10 @@ from .toolchain import toolchain
 logger = logging.getLogger("cute_grouped_mlp")
 
 LAYOUT = "v1"
-CACHE_VARIABLE = "CUTE_GROUPED_MLP_CACHE_DIR"
-SOURCE, OBJECT, LIBRARY, META = "kernel.py", "kernel.o", "kernel.so", "meta.json"
 _TEMPORARY, _BAD = ".tmp-", ".bad-"
 _DAY = 24 * 3600
-
-
-def default_root() -> Path:
-    """Folder of the store: ``$CUTE_GROUPED_MLP_CACHE_DIR``, else the platform's user cache folder."""
-    configured = os.environ.get(CACHE_VARIABLE)
-    return Path(configured).expanduser() if configured else platformdirs.user_cache_path("cute-grouped-mlp")
+#: Damaged entries that are kept to be looked at.
+_BAD_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,8 @@ def read_artifact(path: Path) -> Artifact:
         If there is no such folder.
     ArtifactCorruptError
         If its metadata or a file is missing, cut short or changed.
+    ArtifactUnreadableError
+        If this process may not read it, or the disk fails: it may be as it should.
     """
     try:
         artifact = Artifact(path, json.loads((path / META).read_bytes()))
@@ -132,7 +140,11 @@ def read_artifact(path: Path) -> Artifact:
         if not path.exists():
             raise
         raise ArtifactCorruptError(f"{path} is not a complete artifact: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (NotADirectoryError, IsADirectoryError) as error:
+        raise ArtifactCorruptError(f"{path} is not a complete artifact: {error}") from error
+    except OSError as error:
+        raise ArtifactUnreadableError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactCorruptError(f"{path} is not a complete artifact: {type(error).__name__}: {error}") from error
     if changed:
         raise ArtifactCorruptError(f"{path} was damaged: the SHA-256 of {', '.join(changed)} is not that in {META}")
@@ -164,15 +176,22 @@ def write_artifact(compiled: Compiled, key: str, path: Path) -> None:
     (path / META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
 
 
-def publish(compiled: Compiled, key: str, path: Path) -> None:
+def publish(compiled: Compiled, key: str, path: Path, mode: int) -> None:
     """Make a compiled kernel appear at ``path`` as a whole.
+
+    Parameters
+    ----------
+    compiled, key, path
+        As :func:`write_artifact` takes them.
+    mode
+        Of the folder, less the umask.
 
     Raises
     ------
     OSError
         If it cannot be written, or something is there already.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=path.parent))
+    temporary = new_folder(path.parent, _TEMPORARY, mode)
     try:
         write_artifact(compiled, key, temporary)
         os.rename(temporary, path)
@@ -222,16 +241,10 @@ class ArtifactStore:
 
     def refusal(self) -> str | None:
         """Why the store is not used: artifacts are code, and others could have put them there.  None if it is safe."""
+        problem = path_problem(self.root)
         for path in (self.root, self.root / LAYOUT, self.folder):
-            try:
-                status = path.stat()
-            except OSError:
-                return None  # not there (yet), or not readable
-            if status.st_uid != os.geteuid():
-                return f"{path} belongs to user {status.st_uid}, not to this process's user {os.geteuid()}"
-            if status.st_mode & 0o022:
-                return f"{path} can be written by others: chmod go-w {path}"
-        return None
+            problem = problem or distrust(path, owners=[os.geteuid()], strict=True)
+        return problem
 
     def get(self, spec: KernelSpec) -> Artifact | None:
         """Look an artifact up, without building it.
@@ -252,7 +265,11 @@ class ArtifactStore:
         return self._build(rendered, artifact_key(rendered))
 
     def get_or_build(self, spec: KernelSpec) -> Artifact:
-        """Return the artifact of a spec, compiled now if it is not there.
+        """Return the artifact of a spec, compiled now if it is not there; as :meth:`obtain`."""
+        return self.obtain(spec)[0]
+
+    def obtain(self, spec: KernelSpec) -> tuple[Artifact, bool]:
+        """Return the artifact of a spec, and whether this call compiled it.
 
         Of several processes that ask for one kernel, one compiles it and the others wait.  Raises as :meth:`build`.
         """
@@ -260,10 +277,10 @@ class ArtifactStore:
         key = artifact_key(rendered)
         artifact = self._get(spec, key)
         if artifact is not None:
-            return artifact
+            return artifact, False
         with self._lock(self._path(spec, key)):
             artifact = self._get(spec, key)
-            return self._build(rendered, key) if artifact is None else artifact
+            return (self._build(rendered, key), True) if artifact is None else (artifact, False)
 
     def get_or_build_many(self, specs: Iterable[KernelSpec], *, jobs: int | None = None) -> dict[KernelSpec, Artifact]:
         """Return the artifacts of several specs; ``jobs`` of those that are missing are compiled at a time (all cores).
@@ -273,11 +290,6 @@ class ArtifactStore:
         specs = list(dict.fromkeys(specs))
         with ThreadPoolExecutor(jobs or os.cpu_count(), thread_name_prefix="cute-grouped-mlp-build") as pool:
             return dict(zip(specs, pool.map(self.get_or_build, specs), strict=True))
-
-    def quarantine(self, artifact: Artifact) -> None:
-        """Move an artifact aside that turned out to be unusable, so that it is built again."""
-        self._own = {key: own for key, own in self._own.items() if own.path != artifact.path}
-        self._set_aside(artifact.path)
 
     def entries(self) -> Iterator[Path]:
         """Folders of all entries, of every toolchain."""
@@ -292,22 +304,41 @@ class ArtifactStore:
             try:
                 read_artifact(path)
                 result[path] = None
-            except (FileNotFoundError, ArtifactCorruptError) as error:
+            except (FileNotFoundError, ArtifactCorruptError, ArtifactUnreadableError) as error:
                 result[path] = str(error)
         return result
 
-    def clear(self) -> int:
-        """Delete all entries of every toolchain, and what was left over; returns the number of entries.
+    def clear(self) -> tuple[int, list[Path]]:
+        """Delete all entries of every toolchain, and what this package left over; nothing else.
+
+        Returns
+        -------
+        count : int
+            Entries that were deleted.
+        others : list of Path
+            What lies among the entries and was not written by this package: it stays.
 
         Raises
         ------
         OSError
             If something cannot be deleted.
         """
-        count = sum(1 for _ in self.entries())
-        if (self.root / LAYOUT).exists():
-            shutil.rmtree(self.root / LAYOUT)
-        return count
+        count, others = 0, []
+        for folder in sorted(self.root.glob(f"{LAYOUT}/*")):
+            if not folder.is_dir() or folder.is_symlink():
+                others.append(folder)
+                continue
+            for path in sorted(folder.iterdir()):
+                if path.name.startswith(".") and path.name.endswith(".lock"):
+                    path.unlink()
+                elif not remove_entry(path):
+                    others.append(path)
+                elif not path.name.startswith("."):
+                    count += 1
+            remove_if_empty(folder)
+        if (self.root / LAYOUT).is_dir():
+            remove_if_empty(self.root / LAYOUT)
+        return count, others
 
     def _path(self, spec: KernelSpec, key: str) -> Path:
         return self.folder / f"{spec.name}-{key[:12]}"
@@ -318,7 +349,7 @@ class ArtifactStore:
             return self._own[key]
         reason = self.refusal()
         if reason is not None:
-            _warn_once(f"the store of compiled kernels is not used: {reason}")
+            warn_once(f"the store of compiled kernels is not used: {reason}")
             return None
         try:
             artifact = read_artifact(path)
@@ -328,13 +359,19 @@ class ArtifactStore:
             logger.warning("%s; it is moved aside and built again", error)
             self._set_aside(path)
             return None
+        except ArtifactUnreadableError as error:
+            warn_once(f"{error}; it stays as it is")
+            return None
         if artifact.meta["key"] != key or artifact.spec != spec:
             return None  # twelve digits in common
         return artifact
 
     def _build(self, rendered: Rendered, key: str) -> Artifact:
         spec = rendered.spec
-        scratch = Path(tempfile.mkdtemp(prefix="cute-grouped-mlp-"))
+        try:
+            scratch = scratch_folder()
+        except GroupedMLPError as error:
+            raise CompileError(f"{spec.name} cannot be compiled: {error}", spec=spec) from error
         remove = weakref.finalize(
             ArtifactStore, _remove, scratch, os.getpid()
         )  # called below, or when the process ends
@@ -349,10 +386,10 @@ class ArtifactStore:
             try:
                 self._make_folder()
                 self._sweep()
-                publish(compiled, key, path)
+                publish(compiled, key, path, 0o700)
                 artifact = read_artifact(path)
                 remove()
-            except (OSError, ArtifactCorruptError) as error:
+            except (OSError, ArtifactCorruptError, ArtifactUnreadableError) as error:
                 reason = str(error)
         if reason is not None:
             logger.warning("%s is compiled but not stored for other processes: %s", spec.name, reason)
@@ -383,7 +420,9 @@ class ArtifactStore:
 
     def _set_aside(self, path: Path) -> None:
         with contextlib.suppress(OSError):  # read-only, or another process was faster
-            os.rename(path, tempfile.mkdtemp(prefix=_BAD, dir=path.parent))
+            os.rename(path, new_folder(path.parent, _BAD, 0o700))
+            for old in sorted(path.parent.glob(f"{_BAD}*"), key=lambda p: p.stat().st_mtime)[:-_BAD_KEPT]:
+                remove_entry(old)
 
     def _make_folder(self) -> None:
         self.root.parent.mkdir(parents=True, exist_ok=True)
@@ -397,13 +436,4 @@ class ArtifactStore:
             for path in self.folder.glob(f"{prefix}*"):
                 with contextlib.suppress(OSError):
                     if now - path.stat().st_mtime > age:
-                        shutil.rmtree(path)
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+                        remove_entry(path)

@@ -21,10 +21,11 @@ from rich.table import Table
 from . import generated
 from .activations import ACTIVATIONS
 from .aot import MANIFEST, AotFolder, build_folder
-from .artifacts import CACHE_VARIABLE, Artifact, ArtifactStore
+from .artifacts import Artifact, ArtifactStore
 from .catalog import default_catalog, find, use
 from .errors import ArtifactCorruptError, CompileError, GroupedMLPError
-from .interpreter import environment, module_command
+from .folders import CACHE_VARIABLE
+from .interpreter import answer_of, environment, module_command
 from .link import find_linker
 from .loading import load_callable
 from .render import render
@@ -130,9 +131,11 @@ def generate(
     files = generated.default_files()
     console = _console()
     if not check:
-        changed = generated.write(files, out)
+        changed, kept = generated.write(files, out)
         for path in changed:
             console.print(path, highlight=False)
+        for path in kept:
+            console.print(f"{path} is no longer generated, and stays: it was edited", highlight=False)
         console.print(f"{len(changed)} of {len(files)} files changed in {out}", highlight=False)
         return
     difference = generated.diff(files, out)
@@ -264,10 +267,20 @@ def cache_info() -> None:
 
 
 @cache.command("clear")
-def cache_clear() -> None:
-    """Delete every kernel of the store."""
+def cache_clear(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete every kernel of the store, and nothing else that lies there."""
     store = ArtifactStore()
-    _console().print(f"{store.clear()} kernels deleted from {store.root}", highlight=False)
+    count = sum(1 for _ in store.entries())
+    if not yes:
+        if not sys.stdin.isatty():
+            raise GroupedMLPError(f"{count} kernels in {store.root} would be deleted: say so with --yes")
+        typer.confirm(f"delete {count} kernels in {store.root}?", abort=True)
+    deleted, others = store.clear()
+    _console().print(f"{deleted} kernels deleted from {store.root}", highlight=False)
+    if others:
+        _console().print(f"left alone, as it was not written by this package: {', '.join(map(str, others))}")
 
 
 @cache.command("verify")
@@ -297,7 +310,7 @@ def doctor() -> None:
     # In a process of its own: a torch or a driver that crashes is a finding.
     found: dict[str, Any] = {}
     try:
-        found = json.loads(_ask("cute_grouped_mlp.doctor"))
+        found = json.loads(answer_of(module_command("cute_grouped_mlp.doctor")))
     except GroupedMLPError as error:
         rows.append(("torch", f"cannot be used: {error}"))
     else:
@@ -355,18 +368,10 @@ def _select(arch: Arch, recipe: str | None, pass_: Pass | None, activation: Acti
 def _of_recipe(arch: Arch, recipe: str) -> list[KernelSpec]:
     """Kernels of a recipe.  In a process of its own: recipes are the runtime's, which this package does not import."""
     try:
-        answer = _ask("cute_grouped_mlp.recipe_catalog", *RECIPES[recipe], arch.value)
+        answer = answer_of(module_command("cute_grouped_mlp.recipe_catalog", *RECIPES[recipe], arch.value))
     except GroupedMLPError as error:
         raise GroupedMLPError(f"the kernels of {recipe} cannot be listed: {error}") from None
     return [KernelSpec.from_dict(data) for data in json.loads(answer)]
-
-
-def _ask(module: str, *arguments: str) -> str:
-    """Return what a module prints that is run in a process of its own; raises with the last line of its error."""
-    answer = subprocess.run(module_command(module, *arguments), capture_output=True, text=True, env=environment())
-    if answer.returncode:
-        raise GroupedMLPError((answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1])
-    return answer.stdout
 
 
 def _find(name: str, arch: Arch | None = None) -> KernelSpec:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from .errors import CompileError, GroupedMLPError
 from .interpreter import environment, script_command
@@ -188,6 +188,7 @@ class CompileWorker:
         self.arch = arch
         self._timeout = timeout
         self._process: subprocess.Popen[str] | None = None
+        self._replies: IO[str] | None = None
         self._killed = False
 
     def __enter__(self) -> CompileWorker:
@@ -205,6 +206,9 @@ class CompileWorker:
         self._process.kill()
         with self._process:  # closes the pipes and waits
             self._process = None
+        if self._replies is not None:
+            self._replies.close()
+            self._replies = None
 
     def kill(self) -> None:
         """End the process from another thread, for good: what it compiles fails there, and so does what comes later."""
@@ -243,16 +247,16 @@ class CompileWorker:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._process is None and not self._killed:
-            self._process = _start(self.arch)
+            self._process, self._replies = _start(self.arch)
         if self._killed or self._process is None:  # before the process was there, or while it was being started
             self.close()
             return {"error": "compiling was interrupted"}
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._replies is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            text = self._process.stdout.readline()
+            text = self._replies.readline()
         except BrokenPipeError:
             text = ""
         except BaseException:  # an interrupt: the reply that is still to come must not be read as the next one's
@@ -269,8 +273,15 @@ class CompileWorker:
         return {"error": f"the compiling process ended with {how}"}
 
 
-def _start(arch: Arch) -> subprocess.Popen[str]:
-    """Start a worker.  It inherits the environment less what would change the code that the DSL generates."""
+def _start(arch: Arch) -> tuple[subprocess.Popen[str], IO[str]]:
+    """Start a worker, and return it with the pipe of its replies: what else prints in it must not be taken for one.
+
+    It inherits the environment less what would change the code that the DSL generates.
+    """
+    if not _WORKER.is_file():
+        raise CompileError(
+            f"cannot compile: {_WORKER} is no file, as the package was imported from an archive; install it unpacked"
+        )
     variables = {k: v for k, v in environment().items() if not k.startswith("CUTE_DSL_") and k != "PYTHONWARNINGS"}
     variables["CUTE_DSL_ARCH"] = arch.value
     variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -278,15 +289,26 @@ def _start(arch: Arch) -> subprocess.Popen[str]:
         command = script_command(_WORKER)
     except GroupedMLPError as error:
         raise CompileError(f"cannot compile: {error}") from None
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # each request has a log of its own
-        env=variables,
-        text=True,
-        start_new_session=True,  # an interrupt from the terminal is for us alone
-    )
+    read, write = os.pipe()
+    replies = os.fdopen(read)
+    try:
+        process = subprocess.Popen(
+            [*command, str(write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # each request has a log of its own
+            env=variables,
+            text=True,
+            pass_fds=[write],
+            cwd="/",  # ours may be gone; each request brings its own
+            start_new_session=True,  # an interrupt from the terminal is for us alone
+        )
+    except BaseException:
+        replies.close()
+        raise
+    finally:
+        os.close(write)
+    return process, replies
 
 
 def _compile_error(rendered: Rendered, source_path: Path, message: str, line: int | None, log: str) -> CompileError:

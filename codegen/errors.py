@@ -43,6 +43,10 @@ class ShapeError(GroupedMLPError, ValueError):
     """An argument has a wrong shape, dtype, device or layout."""
 
 
+class FieldTypeError(GroupedMLPError, TypeError):
+    """A field of a spec holds something else than its type says."""
+
+
 class RenderError(GroupedMLPError):
     """A template cannot be rendered for a spec, or rendered to something that is not Python."""
 
@@ -93,3 +97,7 @@ class MissingArtifactError(GroupedMLPError):
 
 class ArtifactCorruptError(GroupedMLPError):
     """An artifact on disk is not what its metadata says.  The store catches it, moves the entry aside and rebuilds."""
+
+
+class ArtifactUnreadableError(GroupedMLPError):
+    """An artifact on disk may be as it should, and this process cannot read or load it: it is left alone."""

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .catalog import default_catalog
+from .errors import GroupedMLPError
+from .folders import inside, remove_if_empty
 from .render import render
 from .spec import Arch, KernelSpec
 
@@ -43,22 +45,89 @@ def default_files(specs: Iterable[KernelSpec] | None = None) -> dict[str, str]:
     return files
 
 
-def write(files: dict[str, str], folder: Path = GENERATED) -> list[str]:
-    """Write files into a folder, and delete generated files that are no longer among them.
+def write(files: dict[str, str], folder: Path = GENERATED) -> tuple[list[str], list[str]]:
+    """Write files into a folder, and delete those that an earlier call wrote and that are no longer among them.
+
+    What was written is recorded in the folder's manifest, with its SHA-256: nothing else is ever deleted, and nothing
+    else is overwritten.
+
+    Parameters
+    ----------
+    files
+        Path below the folder -> text, with the manifest among them.
+    folder
+        Made if missing.  It must be empty, or hold the manifest of an earlier call.
 
     Returns
     -------
-    list of str
+    changed : list of str
         Paths that were written anew, changed or deleted, sorted.
+    kept : list of str
+        Paths that are no longer wanted, and were edited since they were written: they stay.
+
+    Raises
+    ------
+    GroupedMLPError
+        If the folder holds something else, before anything is written.
     """
-    changed = [path for path, text in files.items() if _read(folder / path) != text]
+    recorded = _recorded(folder, files)
+    paths = {path: inside(folder, path) for path in (*files, *recorded)}
+    ours = {*recorded, MANIFEST}
+    if foreign := sorted(path for path in files if path not in ours and paths[path].exists()):
+        raise GroupedMLPError(f"{folder} holds {_some(foreign)}, not written by this command: choose another folder")
+    changed = [path for path, text in files.items() if _read(paths[path]) != text]
+    surplus = {path for path in recorded.keys() - files.keys() if paths[path].is_file()}
+    edited = {path for path in surplus if _digest(paths[path]) != recorded[path]}
     for path in changed:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(files[path])
-    surplus = _present(folder) - files.keys()
-    for path in surplus:
-        (folder / path).unlink()
-    return sorted({*changed, *surplus})
+        paths[path].parent.mkdir(parents=True, exist_ok=True)
+        paths[path].write_text(files[path])
+    for path in surplus - edited:
+        paths[path].unlink()
+        parent = paths[path].parent
+        while parent != folder and remove_if_empty(parent):
+            parent = parent.parent
+    return sorted({*changed, *(surplus - edited)}), sorted(edited)
+
+
+def _recorded(folder: Path, files: dict[str, str]) -> dict[str, str]:
+    """Return the SHA-256 of each file that an earlier call wrote into a folder; empty where there was none.
+
+    Without a readable manifest a folder counts as one if it holds nothing but files that are about to be written.
+
+    Raises
+    ------
+    GroupedMLPError
+        If the folder was not made by this command.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return {}
+    if not folder.is_dir():
+        raise GroupedMLPError(f"{folder} is no folder")
+    there = sorted(path.name for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__"))
+    if not there:
+        return {}
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        return {str(variant["path"]): str(variant["sha256"]) for variant in content["variants"]}
+    except (OSError, ValueError) as error:
+        held = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+        if held - {"__init__.py"} <= files.keys():
+            return dict.fromkeys(held - {"__init__.py"}, "")
+        why: Exception = error
+    except (KeyError, TypeError) as error:
+        why = error
+    raise GroupedMLPError(
+        f"{folder} is neither empty nor made by this command: it holds {_some(there)} and no {MANIFEST} of "
+        f"generated kernels ({type(why).__name__}: {why}); choose another folder"
+    ) from why
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def diff(files: dict[str, str], folder: Path = GENERATED) -> str:
@@ -93,9 +162,6 @@ def _read(path: Path) -> str | None:
 
 
 def _present(folder: Path) -> set[str]:
-    """Generated files that a folder holds: everything but the package's own ``__init__.py`` and Python's caches."""
-    return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path != folder / "__init__.py"
-    }
+    """Files of a folder that could be generated ones: the manifest, and sources in the folders of architectures."""
+    found = [folder / MANIFEST, *(path for arch in Arch for path in (folder / arch.folder).rglob("*"))]
+    return {path.relative_to(folder).as_posix() for path in found if path.is_file() and "__pycache__" not in path.parts}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import ArtifactCorruptError
+from .errors import ArtifactUnreadableError
+from .folders import scratch_folder
 from .toolchain import runtime_library
 
 
@@ -45,18 +47,33 @@ def load_callable(artifact: Loadable) -> Callable[..., None]:
 
     Raises
     ------
-    ArtifactCorruptError
-        If the files cannot be loaded or do not hold the kernel.
+    ArtifactUnreadableError
+        If the files cannot be loaded, also from a copy in the temporary folder, or do not hold the kernel.
     GroupedMLPError
         If the runtime libraries are not installed.
     """
     library = artifact.library_path
     try:
-        module = _load_object(artifact.object_path) if library is None else _load_library(library)
+        module = _load_object(artifact.object_path) if library is None else _load_from_anywhere(library)
         function: Callable[..., None] = module[artifact.name]
     except (RuntimeError, AttributeError, OSError) as error:
-        raise ArtifactCorruptError(f"cannot load {library or artifact.object_path}: {error}") from error
+        raise ArtifactUnreadableError(
+            f"cannot load {library or artifact.object_path}, though its files are as they were written: {error}. Where "
+            "its folder is mounted noexec, set TMPDIR or CUTE_GROUPED_MLP_CACHE_DIR to one that is not"
+        ) from error
     return function
+
+
+def _load_from_anywhere(path: Path) -> Any:
+    """Load a library; from a copy where its own place does not let it be mapped, as a noexec mount does."""
+    try:
+        return _load_library(path)
+    except (RuntimeError, OSError):
+        scratch = scratch_folder()
+        try:
+            return _load_library(Path(shutil.copy(path, scratch)))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # what is loaded stays
 
 
 @functools.cache

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .errors import FieldTypeError
+from .typed import field_problems
+
 
 class Arch(str, Enum):
     """Target architecture, as ``cute.compile --gpu-arch`` spells it."""
@@ -141,6 +144,9 @@ class TileConfig:
     cluster_n: int = 1
     schedule: Schedule = Schedule.COOPERATIVE
 
+    def __post_init__(self) -> None:
+        _require_types(self)
+
     def __str__(self) -> str:
         suffix = {Schedule.COOPERATIVE: "co", Schedule.PINGPONG: "pp"}[self.schedule]
         return f"{self.tile_m}x{self.tile_n}_{self.cluster_m}x{self.cluster_n}_{suffix}"
@@ -214,6 +220,9 @@ class Quantization:
     stochastic: bool = False
     amax: bool = False
 
+    def __post_init__(self) -> None:
+        _require_types(self)
+
     def __str__(self) -> str:
         parts = [] if self.scaling is None else [self.scaling.value]
         parts += [] if self.element is None else [self.element.value]
@@ -283,6 +292,9 @@ class KernelSpec:
     out: DType | None = None
     accumulate: bool = False
     quantization: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        _require_types(self)
 
     @property
     def types(self) -> Numerics:
@@ -356,6 +368,12 @@ class KernelSpec:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _require_types(value: Any) -> None:
+    """Raise FieldTypeError if a field holds something else than its annotation says; it names all such fields."""
+    if problems := field_problems(value):
+        raise FieldTypeError(f"{type(value).__name__}: {'; '.join(problems)}")
 
 
 def _quantization(data: dict[str, Any]) -> Quantization:

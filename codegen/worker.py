@@ -1,7 +1,8 @@
 """Compiles rendered kernels in a process of its own.
 
 :mod:`.compile` runs this file as a script, with ``CUTE_DSL_ARCH`` set, and exchanges one line of JSON a kernel with
-it.  It imports nothing of this package, so that neither torch nor CUDA comes into the process.
+it: requests by standard input, replies by the pipe whose number is its argument.
+It imports nothing of this package, so that neither torch nor CUDA comes into the process.
 
 Request: ``source`` and ``output`` (folder), ``name`` (of the exported function), ``options``, ``timeout`` (seconds).
  Reply: ``seconds``; or ``error``, and ``line``, where in the source it arose, or None.  In the output folder appear
@@ -42,7 +43,8 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     output = request["output"]
     module = load(request["source"], request["name"])
     with tempfile.TemporaryDirectory(dir=output, prefix="dump-") as dump:
-        options = f"{request['options']} --dump-dir {dump}"
+        # Relative to the working directory: options are split at spaces.
+        options = f"{request['options']} --dump-dir {os.path.relpath(dump)}"
         compiled = cute.compile(module.launch, *module.fake_arguments(), options=options)
         if not isinstance(compiled.__ptx__, str):
             raise RuntimeError("the compiler kept no PTX")
@@ -75,11 +77,12 @@ def describe(error: BaseException, source: str) -> dict[str, Any]:
 
 def serve() -> None:
     """Answer requests on standard input until it ends."""
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(int(sys.argv[1]), "w")
     sys.dont_write_bytecode = True
     sys.modules["torch"] = None  # type: ignore[assignment]  # TVM-FFI would import it, for a second, to no use here
     for text in sys.stdin:
         request = json.loads(text)
+        os.chdir(request["output"])
         log = os.open(os.path.join(request["output"], "compile.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)

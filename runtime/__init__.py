@@ -14,6 +14,7 @@ from .config import settings
 from .context import OperationContext
 from .errors import (
     ArtifactCorruptError,
+    ArtifactUnreadableError,
     CompileError,
     ConfigError,
     FusionError,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArtifactCorruptError",
+    "ArtifactUnreadableError",
     "BasicOperation",
     "CompileError",
     "ConfigError",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .errors import ShapeError
+from .plain import is_plain
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -54,9 +55,25 @@ def rows_problems(name: str, t: torch.Tensor | None, leading: torch.Size, device
 
 
 def buffer_problems(
-    name: str, t: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    name: str,
+    t: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    aligned: bool = False,
 ) -> list[str]:
-    """Say what is wrong with a caller's buffer for an output."""
+    """Say what is wrong with a caller's buffer for an output.
+
+    Parameters
+    ----------
+    name, t
+        The buffer.
+    shape, dtype, device
+        Of the result.
+    aligned
+        Whether a kernel writes to it, which needs an address that is a multiple of 16 bytes.
+    """
     if not isinstance(t, torch.Tensor):
         return [f"{name} is {type(t).__name__}, allowed: a tensor of shape {tuple(shape)}"]
     problems = []
@@ -67,10 +84,45 @@ def buffer_problems(
     if t.device != device:
         problems.append(f"{name} is on {t.device}, the result is on {device}")
     if not t.is_contiguous():
-        problems.append(f"{name} is not contiguous")
+        expected = tuple(torch.empty(tuple(t.shape), device="meta", dtype=t.dtype).stride())
+        problems.append(f"{name} is not contiguous: its strides are {tuple(t.stride())}, allowed: {expected}")
+    elif aligned and not is_plain(t):
+        problems.append(f"{name} is a {type(t).__name__}, allowed: a plain tensor")
+    elif aligned and t.numel() and t.data_ptr() % 16:
+        problems.append(f"{name} starts {t.data_ptr() % 16} bytes behind a multiple of 16, where kernels write")
     if t.requires_grad:
         problems.append(f"{name} requires a gradient, a buffer must not")
     return problems
+
+
+def apart_problems(buffers: Mapping[str, object], others: Mapping[str, object]) -> list[str]:
+    """Say which buffers of the caller share memory with one another or with something else that a call reads.
+
+    Parameters
+    ----------
+    buffers, others
+        Tensors by name; what is no tensor counts for nothing.
+    """
+    problems, seen = [], dict(others)
+    for name, buffer in buffers.items():
+        for other, tensor in seen.items():
+            if isinstance(buffer, torch.Tensor) and isinstance(tensor, torch.Tensor) and share_memory(buffer, tensor):
+                problems.append(f"{name} shares memory with {other}, allowed: a buffer of its own")
+        seen[name] = buffer
+    return problems
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes between the first and the last element of two tensors overlap."""
+    if not (is_plain(a) and is_plain(b)) or a.device != b.device or a.is_meta or not (a.numel() and b.numel()):
+        return False
+    (first, end), (other, other_end) = _extent(a), _extent(b)
+    return first < other_end and other < end
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def require(operation: str, problems: Sequence[str]) -> None:
@@ -79,22 +131,9 @@ def require(operation: str, problems: Sequence[str]) -> None:
         raise ShapeError(f"{operation}: " + "; ".join(problems))
 
 
-def into_buffer(operation: str, name: str, buffer: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """Copy a result into the caller's buffer after checking it; returns what the caller gets."""
-    if buffer is None:
-        return result
-    require(operation, buffer_problems(name, buffer, result.shape, result.dtype, result.device))
-    return buffer.copy_(result)
-
-
-def buffer_or_empty(
-    operation: str, name: str, t: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor
-) -> torch.Tensor:
-    """Return the caller's buffer after checking it, or a new tensor of the type and device of ``like``."""
-    if t is None:
-        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-    require(operation, buffer_problems(name, t, shape, like.dtype, like.device))
-    return t
+def into_buffer(buffer: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """Copy a result into the caller's buffer, which was checked before; returns what the caller gets."""
+    return result if buffer is None else buffer.copy_(result)
 
 
 def first_microbatch(value: bool | None) -> bool | None:

@@ -26,6 +26,7 @@ from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
 from .quantizers.prequantized import PrequantizedTensor
 from .recipe import FLAG, Recipe, class_kind
+from .sequential import hooks_of
 from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X
 
 #: Why a call runs outside of the graph.
@@ -33,6 +34,8 @@ CAUSES = {
     "pipeline": "operators exist for GroupedLinear, activation, GroupedLinear, of these classes or of ones that "
     "override nothing of what they do, without channels and without a scale of FC1's bias",
     "arguments": "an argument is missing, too many, or no tensor: the call raises an error that names it",
+    "hooks": "an operation has hooks of its own, and is run by its own call",
+    "sharded": "parameters are DTensors: operators take plain tensors",
     "keywords": "it has keyword arguments, such as buffers of the caller, which are no results of an operator",
     "main_grad": "accumulate_into_main_grad is set: backward writes to main_grad and to attributes of the parameter, "
     "and a graph's backward may write to no tensor that other micro-batches' backwards have saved",
@@ -78,7 +81,7 @@ def forward(
     """
     modules = [*container._modules.values()]
     groups = _groups(modules)
-    taken = sum([_inputs_of(group) for group in groups if isinstance(group, list)])
+    taken = sum([_inputs_of(ops) for ops, _ in groups])
     if len(extra_inputs) != taken or not isinstance(x, torch.Tensor):
         return _OUTSIDE["arguments"](_run_container, container, x, extra_inputs, op_kwargs)
     keywords: list[dict[str, Any]] = []
@@ -86,17 +89,20 @@ def forward(
         if not all([_names_one_of(key, modules) for key in op_kwargs]):
             return _OUTSIDE["arguments"](_run_container, container, x, extra_inputs, op_kwargs)
         keywords = [*op_kwargs.values()]
+    hooked = any([module is not None and len(ops) > 0 for ops, module in groups])
     outputs: list[Any] = []
     at = 0
-    for index, group in enumerate(groups):
-        if not isinstance(group, list):
-            x = group(x)
+    for index, (ops, module) in enumerate(groups):
+        if module is not None and not ops:
+            x = module(x)
             continue
-        extra = extra_inputs[at : at + _inputs_of(group)]
+        extra = extra_inputs[at : at + _inputs_of(ops)]
         at += len(extra)
-        cause = _cause(group, x, extra, keywords)
+        cause = _cause(ops, x, extra, keywords)
+        if module is not None or (cause == "pipeline" and hooked):
+            cause = "hooks"
         if cause is None:
-            x = _operator(group, x, extra)
+            x = _operator(ops, x, extra)
             continue
         x = _OUTSIDE[cause](_run_group, container, index, x, extra, op_kwargs)
         if isinstance(x, tuple):
@@ -143,8 +149,8 @@ def _run_container(container: Any, x: Any, extra_inputs: Any, op_kwargs: Any) ->
 
 
 def _run_group(container: Any, index: int, x: Any, extra_inputs: Any, op_kwargs: Any) -> Any:
-    fuser = container.module_groups()[index]
-    return fuser.run(x, extra_inputs, container.kwargs_of(fuser, op_kwargs))
+    group = container.module_groups()[index]
+    return group(x, *extra_inputs, basic_op_kwargs=container.kwargs_of(group, op_kwargs))
 
 
 def _run_fuser(fuser: OperationFuser, x: Any, extra_inputs: Any, basic_op_kwargs: Any) -> Any:
@@ -158,19 +164,28 @@ def _run_alone(op: BasicOperation, x: Any, extra_inputs: Any, kwargs: Any) -> An
 # What is covered ------------------------------------------------------------------------------------------------------
 
 
-def _groups(modules: Sequence[torch.nn.Module | None]) -> list[Any]:
-    """Group modules as :meth:`Sequential.module_groups`: neighbouring operations are a list."""
-    groups: list[Any] = []
+def _groups(modules: Sequence[torch.nn.Module | None]) -> list[tuple[list[BasicOperation], torch.nn.Module | None]]:
+    """Group modules as :meth:`Sequential.module_groups` does.
+
+    Returns
+    -------
+    list of tuple
+        Neighbouring operations and None, an operation with hooks and itself, or nothing and another module.
+    """
+    groups: list[tuple[list[BasicOperation], torch.nn.Module | None]] = []
     before = False
     for module in modules:
-        operation = isinstance(module, FusibleOperation)
-        if operation and not before:
-            groups.append([])
-        if operation:
-            groups[-1].extend(expand([module]))  # type: ignore[list-item]  # it is an operation
-        elif module is not None:
-            groups.append(module)
-        before = operation or (before and module is None)
+        if module is not None and not isinstance(module, FusibleOperation):
+            groups.append(([], module))
+        elif module is None:
+            pass  # it separates what is before from what is behind
+        elif hooks_of(module):
+            groups.append(([*expand([module])], module))
+        elif before:
+            groups[-1][0].extend(expand([module]))
+        else:
+            groups.append(([*expand([module])], None))
+        before = isinstance(module, FusibleOperation) and not hooks_of(module)
     return groups
 
 
@@ -204,6 +219,8 @@ def _cause(
         for name, value in given.items():  # unquantised weights are not kept from one micro-batch to the next
             if name != "is_first_microbatch" or not (value is None or isinstance(value, bool)):
                 return "keywords"
+    if not all([_is_plain(type(p)) for fc in (fc1, fc2) for p in [*fc.weights(), fc.bias]]):
+        return "sharded"
     if fc1.accumulate_into_main_grad or fc2.accumulate_into_main_grad:
         return "main_grad"
     if fc1.delay_wgrad_compute or fc2.delay_wgrad_compute:
@@ -274,6 +291,11 @@ _HARMLESS = {
 def _overridden(cls: type, base: type) -> bool:
     own = cls.__mro__[: cls.__mro__.index(base)]
     return any(hasattr(base, name) and name not in _HARMLESS for sub in own for name in vars(sub))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_plain(parameter: type) -> bool:
+    return parameter.__name__ != "DTensor"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .codegen.folders import expand_user
 from .errors import ConfigError
 
 PREFIX = "CUTE_GROUPED_MLP_"
@@ -59,7 +60,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_paths(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+    return tuple(expand_user(part) for part in text.split(os.pathsep) if part)
 
 
 def _is_paths(value: Any) -> bool:
@@ -76,7 +77,7 @@ SETTINGS: dict[str, Setting] = {
     "jit": _switch(True, "Whether a kernel that is not built yet is compiled at first use; off: an error instead."),
     "cache_dir": Setting(
         None,
-        lambda text: Path(text).expanduser(),
+        expand_user,
         lambda v: v is None or isinstance(v, Path),
         "a Path, or None for the platform's user cache folder",
         "Folder of the on-disk store of compiled kernels.",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import checks, kernels
+from . import kernels
 from .codegen.select import on_quantized
 from .codegen.spec import KernelSpec
 from .context import OperationContext, PlannedKernel, Tensors
@@ -160,7 +160,9 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if not self._fixed.fits(x, sizes1, probs, sizes2, scale):
             self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
         x = x.reshape(-1, self._fixed.hidden)
-        y = checks.buffer_or_empty(NAME, "output", output, input_.shape, x)
+        if output is not None or grad_input is not None:
+            self._check_buffers(output, grad_input if needs & NEED_X else None, input_.shape, x.dtype)
+        y = x.new_empty(*input_.shape) if output is None else output
         step = self._kernels(len(x), probs, scale, needs) if len(x) else None
         if needs:
             saved = Saved(step, needs, len(x), input_.shape, grad_input, like_of(probs), like_of(scale))
@@ -253,7 +255,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if (alpha is not None) == self._alphas[which]:
             return alpha
         if alpha is None:
-            return torch.ones(self._fixed.groups, device=self._fixed.device)
+            return torch.ones(self._fixed.groups, dtype=torch.float32, device=self._fixed.device)
         raise UnsupportedError(
             f"{NAME} on a gradient of prequantized()",
             ["its format has a factor for each group, the recipe's has none; allowed: the recipe's own format"],
@@ -261,7 +263,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
 
     def _unquantized_parameters(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) as it is, for its quantiser, and the bias as kernels read it."""
-        w, bias = fc.packed_weight(), fc.bias
+        w, bias = fc.packed_weight(), fc.plain_bias()
         if w.dtype is not self._fixed.dtype:
             self._require_fresh()
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))
@@ -326,7 +328,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         if needs & (NEED_X | NEED_W1):
             row, column = gradient_operands(saved.calls[0], dz, sizes1, wgrad=x is not None, dgrad=w1 is not None)
         if w1 is not None and row is not None:
-            dx = checks.buffer_or_empty(NAME, "grad_input", base.grad_input, base.shape, dy)
+            dx = dy.new_empty(*base.shape) if base.grad_input is None else base.grad_input
             launch, ctas = launches["dgrad"]
             operands = given(row.values, w1.values, rows_alpha(row, w1, s1), s1, dx.view(-1, self._fixed.hidden))
             launch(*operands, status, ctas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .codegen.errors import (
     ArtifactCorruptError,
+    ArtifactUnreadableError,
     CompileError,
     GroupedMLPError,
     MissingArtifactError,
@@ -14,6 +15,7 @@ from .codegen.errors import (
 
 __all__ = [
     "ArtifactCorruptError",
+    "ArtifactUnreadableError",
     "CompileError",
     "ConfigError",
     "FusionError",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import fusion, kernels, recipe_text
+from . import checks, fusion, kernels, recipe_text
 from .autocast import in_force
 from .caching import CacheInfo, LRUCache
 from .channels import Routing
@@ -27,6 +27,7 @@ from .errors import FusionError, FusionFallbackWarning, ShapeError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
+from .plain import PLAIN, arrived, local, require_plain
 from .planning import plan_operation, planning
 from .recipe import FLAG, OURS, Recipe
 from .recipe_state import QuantizedCall, state_key, states_lock
@@ -161,6 +162,8 @@ class OperationFuser:
         How often recipe state was made anew.
     hooked : list of (int, BasicOperation)
         Operations that prepare each forward, with their indices.
+    apart : str or None
+        Why the pipeline is one operation that is not run with its neighbours; None: it is not so.
     """
 
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
@@ -179,6 +182,7 @@ class OperationFuser:
         self._plans = Plans(None, (), ())
         self._state_key: tuple[Any, ...] | None = None
         self._reported: set[str] = set()
+        self.apart: str | None = None
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,9 @@ class OperationFuser:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"the input is {type(input).__name__}; allowed: a tensor")
-        params = self.parameters()
+        params: Sequence[torch.Tensor] = self.parameters()
+        if not PLAIN.issuperset(map(type, (input, *extra_inputs, *params))):
+            input, extra_inputs, params = self._plain(input, extra_inputs, params)
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
         boundary = 0 if x_requires_grad else self.boundary(False, extra_inputs)
         if in_force.replay is not None:
@@ -236,6 +242,8 @@ class OperationFuser:
                 self._plans.expire()
                 plan = self.select(in_force.recipe, boundary, input, params)
         self.last_plan = plan
+        if basic_op_kwargs:
+            self._check_buffers(basic_op_kwargs, input, (*params, *extra_inputs), x_requires_grad, boundary)
         quantized = self._unquantized
         if plan.state_key[0] != "high_precision":
             quantized = self._take_states(plan)
@@ -296,6 +304,51 @@ class OperationFuser:
         for op in self.basic_ops:
             params += op.fuser_parameters()
         return params
+
+    def _check_buffers(
+        self,
+        kwargs: Sequence[dict[str, Any]],
+        input: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        x_requires_grad: bool,
+        boundary: int,
+    ) -> None:
+        """Raise ShapeError that names all that is wrong with the caller's buffers, before anything is launched.
+
+        They must not share memory with each other, nor with ``tensors``, the parameters and extra inputs.
+        """
+        problems: list[str] = []
+        buffers: dict[str, Any] = {}
+        for index, (op, given) in enumerate(zip(self.basic_ops, kwargs, strict=True)):
+            where = f"{type(op).__name__} ({index})"
+            backward = index > boundary or (index == 0 and x_requires_grad)
+            problems += [f"{where}: {p}" for p in op.buffer_problems(given, input.shape[:-1], backward=backward)]
+            names = ("output", *(("grad_input",) if backward else ()))
+            buffers |= {f"{name} of {where}": given[name] for name in names if given.get(name) is not None}
+        if buffers:
+            others = {"the input": input, **{f"parameter or extra input {i}": t for i, t in enumerate(tensors)}}
+            problems += checks.apart_problems(buffers, others)
+        checks.require("the caller's buffers", problems)
+
+    def _plain(
+        self, input: torch.Tensor, extra_inputs: Sequence[Any], params: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[Any], Sequence[torch.Tensor]]:
+        """Return tensors that kernels can read: of parameters sharded by experts, the part of this process.
+
+        Raises
+        ------
+        ShapeError
+            If kernels run on the device, and something has no data of its own.
+        """
+        owners = [op for op in self.basic_ops for _ in op.fuser_parameters()]
+        params = [local(p, f"a parameter of {type(op).__name__}") for op, p in zip(owners, params, strict=True)]
+        input, *extra_inputs = map(arrived, (input, *extra_inputs))
+        if not kernels.provider().unsupported(input.device):
+            named = [("the input", input), *((f"extra input {i}", t) for i, t in enumerate(extra_inputs))]
+            require_plain(
+                named + [(f"a parameter of {type(op).__name__}", p) for op, p in zip(owners, params, strict=True)]
+            )
+        return input, extra_inputs, params
 
     def _expected(self) -> str:
         slots = [f"{type(self.basic_ops[i]).__name__} ({i})" for i, _ in self._routing.inputs]
@@ -406,6 +459,8 @@ class OperationFuser:
             forward = fusion.apply(fusion.registry.forward, joint.ops, recipe.recipe)
             backward = fusion.apply(fusion.registry.backward, joint.ops, recipe.recipe)
         rejections = joint.rejections + forward.rejections + backward.rejections
+        if self.apart is not None:
+            rejections += (Rejection("a pipeline with its neighbours", (self.apart,)),)
         self._report(recipes, [r for r in rejections if r.wanted])
         state = _state_key_of(recipe.recipe, own)
         first = forward.ops[0]

@@ -216,7 +216,7 @@ class TorchGroupedGemm(GroupedGemm):
         ends = self._ends(sizes, x)
         y = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
         y = scaled_rows(y, alpha, sizes).to(y.dtype)
-        valid = torch.arange(x.shape[0], device=x.device) < ends[-1]
+        valid = torch.arange(x.shape[0], dtype=torch.int64, device=x.device) < ends[-1]
         return torch.where(valid.unsqueeze(1), y, 0.0)
 
     def _outer(
@@ -229,7 +229,7 @@ class TorchGroupedGemm(GroupedGemm):
         return torch.where(filled.view(-1, 1, 1), dw, 0.0)
 
     def _ends(self, sizes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return sizes.clamp(min=0).cumsum(0).clamp(max=x.shape[0]).to(torch.int32)
+        return sizes.clamp(min=0, max=x.shape[0]).cumsum(0).clamp(max=x.shape[0]).to(torch.int32)
 
 
 class KernelGemm(GroupedGemm):
@@ -480,7 +480,7 @@ def scaled_groups(dw: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
 
 def rows_to_groups(sizes: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the group of each row, (T,) int64, on the device; rows past the last group get G."""
-    ends = sizes.clamp(min=0).cumsum(0).clamp(max=tokens)
+    ends = sizes.clamp(min=0, max=tokens).cumsum(0).clamp(max=tokens)
     return torch.searchsorted(ends, torch.arange(tokens, device=sizes.device, dtype=ends.dtype), right=True)
 
 

@@ -19,6 +19,7 @@ from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
 from .mlp_kernels import MLPKernels
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
+from .plain import PLAIN
 from .step import (
     NEED_B1,
     NEED_B2,
@@ -134,7 +135,9 @@ class FusedGroupedMLP(MLPKernels):
             x = x.reshape(-1, fixed.hidden)
         tokens = shape[0] if matrix else len(x)
         # Sizes as numbers: a torch.Size takes new_empty more than twice as long.
-        y = x.new_empty(*shape) if output is None else checks.buffer_or_empty(NAME, "output", output, shape, x)
+        if output is not None or grad_input is not None:
+            self._check_buffers(output, grad_input if needs & NEED_X else None, shape, x.dtype)
+        y = x.new_empty(*shape) if output is None else output
         like = None if probs is None else (probs.shape, probs.dtype)
         if not tokens:
             return y, Saved(None, needs, 0, shape, grad_input, like, like_of(scale)), ()
@@ -169,6 +172,8 @@ class FusedGroupedMLP(MLPKernels):
             w2: Any = fixed.fc2._parameters["weight"]
             if (
                 w1.dtype is w2.dtype is fixed.dtype
+                and type(w1) in PLAIN
+                and type(w2) in PLAIN
                 and not (w1.data_ptr() | w2.data_ptr()) % 16
                 and w1.is_contiguous()
                 and w2.is_contiguous()
@@ -184,7 +189,7 @@ class FusedGroupedMLP(MLPKernels):
         if w.dtype is not self._fixed.dtype:
             self._require_fresh()
             w = w.to(self._fixed.dtype)
-        bias = fc._parameters["bias"]
+        bias = fc.plain_bias()
         return kernels.launchable(w), None if bias is None else kernels.launchable(bias.to(self._fixed.dtype))
 
     def _require_fresh(self) -> None:
@@ -206,6 +211,16 @@ class FusedGroupedMLP(MLPKernels):
             problems += checks.rows_problems("scale", extra[2][1], x.shape[:-1], self._fixed.device)
         if problems:
             raise ShapeError(f"{NAME}: {'; '.join(problems)}")
+
+    def _check_buffers(
+        self, output: torch.Tensor | None, grad_input: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
+        """Raise ShapeError that names what kernels cannot write to; what is wrong anyway the fuser has found."""
+        problems = []
+        for name, buffer in (("output", output), ("grad_input", grad_input)):
+            if buffer is not None:
+                problems += checks.buffer_problems(name, buffer, shape, dtype, self._fixed.device, aligned=True)
+        checks.require(NAME, problems)
 
     def _caller_buffers(self, kwargs: Sequence[dict[str, Any]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the caller's buffers: FC2's output and FC1's input gradient."""
@@ -272,7 +287,7 @@ class FusedGroupedMLP(MLPKernels):
             db2, dscale = self._bias_grad2(saved, step, dy, s, b2, s2)
         if needs & NEED_X:
             shape = saved.shape
-            dx = dy.new_empty(*shape) if saved.grad_input is None else self._buffer_for_dx(saved, dy)
+            dx = dy.new_empty(*shape) if saved.grad_input is None else saved.grad_input
             rows = dx if len(shape) == 2 else dx.view(-1, fixed.hidden)
             launch, ctas = launches["dgrad"]
             launch(dz, w1, s1, rows, status, ctas)
@@ -284,9 +299,6 @@ class FusedGroupedMLP(MLPKernels):
         if needs & NEED_PROBS:
             dprobs = self._reduce(launches["reduce_probs"], partial, saved.probs)
         return dx, dw1, db1, dprobs, dw2, db2, dscale
-
-    def _buffer_for_dx(self, saved: Saved, dy: torch.Tensor) -> torch.Tensor:
-        return checks.buffer_or_empty(NAME, "grad_input", saved.grad_input, saved.shape, dy)
 
     def _backward_of_nothing(self, saved: Saved, dy: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of a step without tokens: empty or 0, and no launch."""
@@ -305,7 +317,7 @@ class FusedGroupedMLP(MLPKernels):
             return None if like is None else dy.new_empty(like[0], dtype=like[1])
 
         return (
-            self._buffer_for_dx(saved, dy) if needs & NEED_X else None,
+            (dy.new_empty(*saved.shape) if saved.grad_input is None else saved.grad_input) if needs & NEED_X else None,
             dw(fc1) if needs & NEED_W1 else None,
             dy.new_zeros(fixed.groups, fc1.out_features) if needs & NEED_B1 else None,
             rows(saved.probs) if needs & NEED_PROBS else None,

@@ -25,7 +25,13 @@ import torch
 from .codegen import loading
 from .codegen.spec import Arch, DType, KernelSpec
 from .config import settings
-from .errors import ArtifactCorruptError, GroupedMLPError, MissingArtifactError, ShapeError, UnsupportedError
+from .errors import (
+    ArtifactUnreadableError,
+    GroupedMLPError,
+    MissingArtifactError,
+    ShapeError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:  # imported where they are needed: they bring Jinja and file locks
     from .codegen.artifacts import Artifact, ArtifactStore
@@ -248,7 +254,8 @@ class KernelCache:
         if not rest:
             return
         if not settings.jit:
-            raise MissingArtifactError(rest[0], f"{self._searched()}, and compiling is off (CUTE_GROUPED_MLP_JIT=off)")
+            why = f"{self._searched(rest[0])}, and compiling is off (CUTE_GROUPED_MLP_JIT=off)"
+            raise MissingArtifactError(rest[0], why)
         if len(rest) == 1:
             self._ensure(rest[0], build=True)
             return
@@ -269,10 +276,8 @@ class KernelCache:
         for kind, artifact in self._artifacts(spec):
             try:
                 kernel = loading.load_callable(artifact)
-            except ArtifactCorruptError as error:
-                logger.warning("%s", error)
-                if kind == "store":
-                    self._store().quarantine(artifact)
+            except ArtifactUnreadableError as error:  # its files are what its metadata says: it is left alone
+                _say_once(str(error))
                 continue
             self._put(spec, kernel, Origin(kind, artifact.path, time.perf_counter() - started))
             return True
@@ -281,16 +286,20 @@ class KernelCache:
     def _build(self, spec: KernelSpec) -> None:
         """Compile a kernel into the store and load it; the store logs which kernel and how long it took."""
         started = time.perf_counter()
-        artifact = self._store().get_or_build(spec)
+        artifact, compiled = self._store().obtain(spec)
         kernel = loading.load_callable(artifact)
-        self._put(spec, kernel, Origin("jit", artifact.path, time.perf_counter() - started))
+        self._put(spec, kernel, Origin("jit" if compiled else "store", artifact.path, time.perf_counter() - started))
 
     def _artifacts(self, spec: KernelSpec) -> Iterator[tuple[str, Artifact]]:
-        """Look a kernel up in the AOT folders and in the store."""
+        """Look a kernel up in the AOT folders and in the store; a folder that cannot be used is said once."""
         from .codegen import aot
 
         for folder in settings.aot_dirs:
-            artifact = aot.open_folder(folder).get(spec)
+            try:
+                artifact = aot.open_folder(folder).get(spec)
+            except GroupedMLPError as error:
+                _say_once(str(error))
+                continue
             if artifact is not None:
                 yield "aot", artifact
         artifact = self._store().get(spec)
@@ -304,11 +313,22 @@ class KernelCache:
         store = self._stores.get(root)
         return store if store is not None else self._stores.setdefault(root, ArtifactStore(root))
 
-    def _searched(self) -> str:
+    def _searched(self, spec: KernelSpec) -> str:
+        """Name every place that was looked at, and why it did not serve."""
         from .codegen import aot
 
-        reasons = [str(aot.open_folder(f).mismatch() or f"it is not in {f}") for f in settings.aot_dirs]
-        return "; ".join([*reasons, f"it is not in {self._store().root}"])
+        reasons: list[str] = []
+        for folder in settings.aot_dirs:
+            try:
+                opened = aot.open_folder(folder)
+                reasons.append(opened.lacks(spec) or opened.mismatch() or "")
+                if not reasons[-1]:
+                    reasons[-1] = f"{opened.read(spec.name).path} cannot be loaded"
+            except GroupedMLPError as error:
+                reasons.append(str(error))
+        store = self._store()
+        reasons.append(f"{store.root} is not used: {why}" if (why := store.refusal()) else f"it is not in {store.root}")
+        return "; ".join(reasons)
 
     def _put(self, spec: KernelSpec, kernel: Launch, origin: Origin) -> None:
         self._origins[spec] = origin
@@ -326,7 +346,9 @@ class KernelCache:
             return str(origin)
         for kind, artifact in self._artifacts(spec):
             return f"not loaded yet, is in the {_PLACES[kind]} {artifact.path}"
-        return "will be compiled at first use" if settings.jit else f"missing: {self._searched()}, and compiling is off"
+        if settings.jit:
+            return "will be compiled at first use"
+        return f"missing: {self._searched(spec)}, and compiling is off"
 
     def status(self, device: torch.device) -> torch.Tensor:
         """Return the device's status word, (1,) int32."""
@@ -343,6 +365,12 @@ class KernelCache:
         self._origins.clear()
         self._stores.clear()
         settings.touch()
+
+
+def _say_once(message: str) -> None:
+    from .codegen.folders import warn_once
+
+    warn_once(message)
 
 
 @functools.lru_cache(maxsize=64)
@@ -377,8 +405,26 @@ def grid(spec: KernelSpec, sms: int) -> int:
 
 
 def int32_sizes(sizes: torch.Tensor) -> torch.Tensor:
-    """Split sizes as kernels read them: int64 sizes are viewed as their low words, without a copy."""
-    return sizes if sizes.dtype is torch.int32 else sizes.unsqueeze(-1).view(torch.int32)[:, 0]
+    """Split sizes as kernels read them, int32; of int64 those beyond int32 become its limits, which kernels report.
+
+    One operation, which clamps and converts: the low words alone would take 2^32 + 40 for 40.
+    """
+    if sizes.dtype is torch.int32:
+        return sizes
+    limits = _int32_limits.get(sizes.device)
+    if limits is None:
+        if sizes.is_cuda and torch.cuda.is_current_stream_capturing():  # made now they would belong to the graph
+            return sizes.clamp(*_INT32).to(torch.int32)
+        with torch.inference_mode(False):
+            made = [torch.tensor(limit, dtype=torch.int64, device=sizes.device) for limit in _INT32]
+        limits = _int32_limits.setdefault(sizes.device, (made[0], made[1]))
+    out = torch.empty(sizes.shape, dtype=torch.int32, device=sizes.device)
+    return torch.clamp(sizes, *limits, out=out)
+
+
+_INT32 = -(2**31), 2**31 - 1
+#: The limits of int32 on each device, as tensors: with numbers ``clamp`` does not convert.
+_int32_limits: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def rows_of(t: torch.Tensor | None) -> torch.Tensor | None:

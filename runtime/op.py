@@ -171,6 +171,20 @@ class BasicOperation(FusibleOperation):
         own = self._parameters
         return [p for p in own.values() if p is not None] if own else []
 
+    def buffer_problems(self, kwargs: dict[str, Any], rows: torch.Size, *, backward: bool) -> list[str]:
+        """Say what is wrong with buffers that a caller gave, before anything runs.
+
+        Parameters
+        ----------
+        kwargs
+            The operation's keyword arguments.
+        rows
+            All dimensions of the pipeline's input but the last.
+        backward
+            Whether the gradient of the operation's input will be computed.
+        """
+        return []
+
     def fuser_stamp(self) -> Any:
         """State besides device, dtypes and parameter shapes that a plan depends on; None once: none ever."""
         return None

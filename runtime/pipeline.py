@@ -296,7 +296,9 @@ def _once(backward: Callable[..., tuple[Any, ...]], ctx: Any, *grads: Any) -> tu
         return backward(ctx, *grads)
     with torch.no_grad():
         found = backward(ctx, *grads)
-    refusing: tuple[Any, ...] = _Once.apply(torch.empty(0, requires_grad=True), *found)  # type: ignore[no-untyped-call]
+    refusing: tuple[Any, ...] = _Once.apply(
+        torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True), *found
+    )  # type: ignore[no-untyped-call]
     return refusing
 
 

@@ -236,7 +236,10 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, ends: Sequence[int]) -> torch.Tenso
 def group_of_rows(ends: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
     """Group of each row, (T,) int64; rows past the last group get G."""
     counts = [end - start for start, end in itertools.pairwise(ends)] + [tokens - ends[-1]]
-    return torch.repeat_interleave(torch.arange(len(counts), device=device), torch.tensor(counts, device=device))
+    return torch.repeat_interleave(
+        torch.arange(len(counts), dtype=torch.int64, device=device),
+        torch.tensor(counts, dtype=torch.int64, device=device),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,9 @@ def _wgrad(spec: KernelSpec, arguments: list[Any]) -> None:
     ends = _ends(sizes, len(x), status)
     result = reference.wgrad(dy.float(), x.float(), ends)
     if alpha is not None:  # an empty group's gradient is 0 whatever its factor is
-        filled = torch.tensor([start < end for start, end in itertools.pairwise(ends)], device=x.device)
+        filled = torch.tensor(
+            [start < end for start, end in itertools.pairwise(ends)], dtype=torch.bool, device=x.device
+        )
         result = torch.where(filled.view(-1, 1, 1), _scaled(result, alpha), 0.0)
     dw.copy_(dw.float() + result if spec.accumulate else result)
 
@@ -275,13 +277,17 @@ def example_arguments(
         return torch.full(shape, float("nan"), dtype=of, device=device)
 
     splits = torch.tensor(sizes, dtype=torch.int32, device=device)
-    alpha = [torch.rand(groups, generator=generator, device=device) + 0.5] if spec.alpha else []
+    alpha = [torch.rand(groups, generator=generator, dtype=torch.float32, device=device) + 0.5] if spec.alpha else []
     status = torch.zeros(1, dtype=torch.int32, device=device)
-    probs = [torch.rand(tokens, generator=generator, device=device).to(types[spec.probs])] if spec.probs else []
+    probs = (
+        [torch.rand(tokens, generator=generator, dtype=torch.float32, device=device).to(types[spec.probs])]
+        if spec.probs
+        else []
+    )
     out_dtype = types[spec.out] if spec.out else dtype
     if spec.kernel is Pass.REDUCE:
         out = poisoned(tokens, of=types[spec.probs] if spec.probs else torch.float32)
-        return [torch.randn(n, tokens, generator=generator, device=device), out], [out]
+        return [torch.randn(n, tokens, generator=generator, dtype=torch.float32, device=device), out], [out]
     if spec.kernel is Pass.BIAS_GRAD:
         sums = bool(probs) and spec.sum_probs
         db = normal(groups, n).to(out_dtype) if spec.accumulate else poisoned(groups, n, of=out_dtype)

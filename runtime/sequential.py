@@ -16,6 +16,53 @@ _tracing = torch.compiler.is_dynamo_compiling
 _grouping = threading.RLock()
 
 
+def hooks_of(module: torch.nn.Module) -> str:
+    """Name the kinds of hooks that a call of a module runs; empty if there are none."""
+    kinds = {
+        "forward": module._forward_hooks,
+        "forward pre-": module._forward_pre_hooks,
+        "backward": module._backward_hooks,
+        "backward pre-": module._backward_pre_hooks,
+    }
+    return " and ".join(kind for kind, hooks in kinds.items() if hooks)
+
+
+def _hooked(modules: Iterable[torch.nn.Module | None]) -> tuple[bool, ...]:
+    """Whether each module has hooks."""
+    return tuple(
+        m is not None and bool(m._forward_pre_hooks or m._forward_hooks or m._backward_hooks or m._backward_pre_hooks)
+        for m in modules
+    )
+
+
+class Apart:
+    """An operation with hooks, which is run through its own call: a pipeline of its own, outside of any fusion.
+
+    Attributes
+    ----------
+    op : BasicOperation or FusedOperation
+    num_extra_inputs : int
+    basic_ops : tuple of BasicOperation
+    """
+
+    def __init__(self, op: FusibleOperation) -> None:
+        self.op = op
+        self.basic_ops = expand([op])
+        self.num_extra_inputs = sum(
+            channel is None for basic in self.basic_ops for channel in basic._extra_input_channels
+        )
+        if len(self.basic_ops) == 1:
+            self.basic_ops[0].fuser.apart = f"{type(op).__name__} has {hooks_of(op)} hooks, which a fusion would skip"
+
+    def __call__(
+        self, input: torch.Tensor, *extra: torch.Tensor | None, basic_op_kwargs: list[dict[str, Any]] | None = None
+    ) -> Any:
+        """Call the operation, with its hooks."""
+        if isinstance(self.op, BasicOperation):
+            return self.op(input, *extra, **(basic_op_kwargs[0] if basic_op_kwargs else {}))
+        return self.op(input, *extra, basic_op_kwargs=basic_op_kwargs)
+
+
 class Sequential(torch.nn.Module):
     """Modules one after the other, as in :class:`torch.nn.Sequential`, with neighbouring operations planned together.
 
@@ -29,8 +76,9 @@ class Sequential(torch.nn.Module):
 
     def __init__(self, *modules: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
-        self._groups: list[OperationFuser | torch.nn.Module] = []
-        self._grouped: tuple[torch.nn.Module | None, ...] | None = None
+        self._groups: list[OperationFuser | Apart | torch.nn.Module] = []
+        self._grouped: tuple[Any, ...] | None = None
+        self._hooked: tuple[bool, ...] = ()
         self._num_extra_inputs = 0
         for module in modules:
             if isinstance(module, torch.nn.Module):
@@ -108,32 +156,40 @@ class Sequential(torch.nn.Module):
         """Have the next call group the modules anew."""
         self.__dict__.update(_groups=[], _grouped=None)
 
-    def module_groups(self) -> list[OperationFuser | torch.nn.Module]:
-        """Return the modules with neighbouring operations grouped; made anew after any change of the modules."""
+    def module_groups(self) -> list[OperationFuser | Apart | torch.nn.Module]:
+        """Return the modules with neighbouring operations grouped; made anew after any change of modules or hooks."""
         with _grouping:  # of several threads that call a module first one makes its fusers
             modules = tuple(self._modules.values())
-            if modules == self._grouped:
+            hooked = _hooked(modules)
+            if modules == self._grouped and hooked == self._hooked:
                 return self._groups
-            groups: list[OperationFuser | torch.nn.Module] = []
+            groups: list[OperationFuser | Apart | torch.nn.Module] = []
             run: list[FusibleOperation] = []
-            for module in (*modules, None):
-                if isinstance(module, FusibleOperation):
+            for module, apart in zip((*modules, None), (*hooked, False), strict=True):
+                if isinstance(module, FusibleOperation) and not apart:
                     run.append(module)
                     continue
                 if run:
                     groups.append(OperationFuser(run))
                     run = []
                 if module is not None:
-                    groups.append(module)
-            self._num_extra_inputs = sum(g.num_extra_inputs for g in groups if isinstance(g, OperationFuser))
+                    groups.append(Apart(module) if isinstance(module, FusibleOperation) else module)
+            self._num_extra_inputs = sum(g.num_extra_inputs for g in groups if isinstance(g, OperationFuser | Apart))
             self._groups = groups
             self._grouped = modules
+            self._hooked = hooked
             return groups
 
     @property
     def fusers(self) -> tuple[OperationFuser, ...]:
-        """The fusers of the runs of operations, in order."""
-        return tuple(group for group in self.module_groups() if isinstance(group, OperationFuser))
+        """The fusers of the runs of operations, in order; an operation with hooks has one of its own."""
+        found: list[OperationFuser] = []
+        for group in self.module_groups():
+            if isinstance(group, Apart):
+                found += [op.fuser for op in group.basic_ops]
+            elif isinstance(group, OperationFuser):
+                found.append(group)
+        return tuple(found)
 
     @property
     def fuser(self) -> OperationFuser:
@@ -185,7 +241,9 @@ class Sequential(torch.nn.Module):
             from . import compiled
 
             return compiled.forward(self, input, extra_inputs, op_kwargs)
-        groups = self._groups if tuple(self._modules.values()) == self._grouped else self.module_groups()
+        modules = tuple(self._modules.values())
+        same = modules == self._grouped and _hooked(modules) == self._hooked
+        groups = self._groups if same else self.module_groups()
         if len(extra_inputs) != self._num_extra_inputs:
             takers = [f"{type(op).__name__}: {op.num_extra_inputs}" for f in self.fusers for op in f.basic_ops]
             raise ShapeError(
@@ -197,26 +255,26 @@ class Sequential(torch.nn.Module):
         outputs: list[Any] = []
         at = 0
         for group in groups:
-            if not isinstance(group, OperationFuser):
+            if not isinstance(group, OperationFuser | Apart):
                 x = group(x)
                 continue
             extra = extra_inputs[at : at + group.num_extra_inputs]
             at += group.num_extra_inputs
-            x = group.run(x, extra, self.kwargs_of(group, op_kwargs))
+            x = group(x, *extra, basic_op_kwargs=self.kwargs_of(group, op_kwargs))
             if isinstance(x, tuple):
                 outputs.extend(x[1:])
                 x = x[0]
         return (x, *outputs) if outputs else x
 
     def kwargs_of(
-        self, fuser: OperationFuser, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None
+        self, group: OperationFuser | Apart, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None
     ) -> list[dict[str, Any]] | None:
-        """Return the keyword arguments of each basic operation of a fuser; None where there are none at all.
+        """Return the keyword arguments of each basic operation of a group; None where there are none at all.
 
         Parameters
         ----------
-        fuser, op_kwargs
-            One of :attr:`fusers`, and what :meth:`forward` takes.
+        group, op_kwargs
+            One of :meth:`module_groups`, and what :meth:`forward` takes.
 
         Raises
         ------
@@ -226,7 +284,7 @@ class Sequential(torch.nn.Module):
         if not op_kwargs:
             return None
         by_op = self._kwargs_by_op(op_kwargs)
-        return [by_op.get(id(op), {}) for op in fuser.basic_ops]
+        return [by_op.get(id(op), {}) for op in group.basic_ops]
 
     def _kwargs_by_op(self, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         members = {id(op) for module in self if isinstance(module, FusibleOperation) for op in expand([module])}

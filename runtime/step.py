@@ -15,6 +15,7 @@ from .context import Tensors
 from .kernels import Launch
 from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
+from .plain import PLAIN, local
 
 # What a backward has to return, as bits: one small integer is part of the key of the kernels to launch.
 NEED_X, NEED_W1, NEED_B1, NEED_PROBS, NEED_W2, NEED_B2, NEED_SCALE = (1 << bit for bit in range(7))
@@ -104,7 +105,8 @@ class Fixed:
         fc1, activation, fc2, dtype
             As the attributes.
         """
-        params = [p for op in (fc1, activation, fc2) for p in op.fuser_parameters()]
+        all_params = [p for op in (fc1, activation, fc2) for p in op.fuser_parameters()]
+        params = [local(p) for p in all_params]
         device = params[0].device
         return cls(
             fc1,
@@ -122,7 +124,10 @@ class Fixed:
                 (fc1, "wgrad1", fc1.num_groups, fc1.out_features, fc1.in_features),
                 (fc2, "wgrad2", fc2.num_groups, fc2.out_features, fc2.in_features),
             ),
-            len(params) == 2 and fc1.single_grouped_weight and fc2.single_grouped_weight,
+            len(params) == 2
+            and PLAIN.issuperset(map(type, all_params))
+            and fc1.single_grouped_weight
+            and fc2.single_grouped_weight,
         )
 
     def fits(self, x: torch.Tensor, sizes1: Any, probs: Any, sizes2: Any, scale: Any) -> bool:

@@ -155,7 +155,11 @@ class ScaledActivation(BasicOperation):
 
     def extra_tensors(self) -> dict[str, torch.Tensor]:
         """Return the layout, where there are two halves."""
-        layout = {_LAYOUT_KEY: torch.tensor(self.glu_interleave_size or 0)} if self.glu else {}
+        layout = (
+            {_LAYOUT_KEY: torch.tensor(self.glu_interleave_size or 0, dtype=torch.int64, device="cpu")}
+            if self.glu
+            else {}
+        )
         return {**super().extra_tensors(), **layout}
 
     def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:

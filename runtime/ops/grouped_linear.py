@@ -12,9 +12,10 @@ import torch
 from .. import checks, grouped_gemm, kernels
 from ..caching import LRUCache
 from ..context import OperationContext, PlannedKernel, Tensors
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation
+from ..plain import PLAIN, like_parameter, local
 from ..recipe import Recipe
 from ..recipe_state import QuantizedCall, Quantizers
 from ..recipe_text import recipe_name
@@ -89,7 +90,7 @@ class GroupedLinear(BasicOperation):
             problems.append(f"dtype is {dtype}, allowed: a floating-point type")
         if problems:
             raise ConfigError(f"GroupedLinear: {'; '.join(problems)}")
-        self.num_groups = num_groups
+        self._num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
         self.scale_bias = scale_bias and bias
@@ -130,6 +131,16 @@ class GroupedLinear(BasicOperation):
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_groups(self) -> int:
+        """G; of a weight that is sharded by experts (a ``DTensor``, ``Shard(0)``), the groups of this process."""
+        weight = self._parameters.get("weight")
+        return self._num_groups if type(weight) in PLAIN else len(local(weight, "GroupedLinear.weight"))
+
+    def plain_bias(self) -> torch.Tensor | None:
+        """Return the bias, (G, out); of one that is sharded by experts the part of this process."""
+        return local(self._parameters["bias"], "GroupedLinear.bias")  # type: ignore[no-any-return]
+
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weight parameter, or the G of them."""
         if self.single_grouped_weight:
@@ -169,12 +180,20 @@ class GroupedLinear(BasicOperation):
     def packed_weight(self) -> torch.Tensor:
         """Return the weights as one (G, out, in) tensor: a view where they are packed, else a copy."""
         if self.single_grouped_weight:
-            return self._parameters["weight"]  # type: ignore[return-value]  # a weight is never None
-        return pack([w.detach() for w in self.weights()])
+            return local(self._parameters["weight"], "GroupedLinear.weight")  # type: ignore[no-any-return]
+        weights = self.weights()
+        if not PLAIN.issuperset(map(type, weights)):
+            kinds = sorted({type(w).__name__ for w in weights})
+            raise ShapeError(
+                f"GroupedLinear: weights as a list are {' and '.join(kinds)}, allowed: plain tensors. Apply "
+                "fully_shard to the GroupedMLP, not to fc1 or fc2; to shard by experts use single_grouped_weight=True"
+            )
+        return pack([w.detach() for w in weights])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
-        if not self.single_grouped_weight and not self.is_packed() and not self.weights()[0].is_meta:
+        plain = PLAIN.issuperset(map(type, self.weights()))  # others, of FSDP2, are packed again when it gathers them
+        if not self.single_grouped_weight and plain and not self.is_packed() and not self.weights()[0].is_meta:
             packed = self.packed_weight()  # .to() moved each weight alone: pack them again
             for weight, view in zip(self.weights(), packed, strict=True):
                 weight.data = view
@@ -292,7 +311,7 @@ class GroupedLinear(BasicOperation):
         """
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[0]
         buffers = take_buffers(self, basic_op_kwargs[0])
-        w, bias = self.packed_weight(), self.bias
+        w, bias = self.packed_weight(), self.plain_bias()
         x, dtype = cast_for_autocast(input_, w.dtype)
         checks.require(type(self).__name__, self.input_problems(x, extra, dtype))
         sizes, scale = extra[0], (extra[1] if self.scale_bias else None)
@@ -315,14 +334,34 @@ class GroupedLinear(BasicOperation):
             ctx.gemm, y, saved = quantized.forward(
                 ctx, call, shape, x, w, sizes, b, rows, wgrad=of_weight, input_=input_, is_first_microbatch=first
             )
-        y = y.view(*input_.shape[:-1], self.out_features)
-        y = checks.into_buffer(type(self).__name__, "output", buffers["output"], y)
+        if input_.dim() != 2:  # FSDP2 warns about outputs that are views
+            y = y.view(*input_.shape[:-1], self.out_features)
+        y = checks.into_buffer(buffers["output"], y)
         if ctx.requires_grad:
             ctx.call, ctx.grad_input, ctx.input_shape = call, buffers["grad_input"], input_.shape
             ctx.weight_requires_grad, ctx.scale_requires_grad = of_weight, of_scale
-            ctx.bias_requires_grad = bias is not None and bias.requires_grad
+            ctx.bias_requires_grad = self.bias is not None and self.bias.requires_grad
             ctx.save_for_backward(bias if of_scale else None, sizes, scale, *saved)
         return y, [()]
+
+    def buffer_problems(self, kwargs: dict[str, Any], rows: torch.Size, *, backward: bool) -> list[str]:
+        """Say what is wrong with ``output=`` and ``grad_input=`` of a call.
+
+        Parameters
+        ----------
+        kwargs, rows, backward
+            As :meth:`BasicOperation.buffer_problems` takes them.
+        """
+        device = self.fuser_parameters()[0].device
+        dtype = kernels.autocast_dtype(device) or self.weights()[0].dtype
+        problems = []
+        for name, features in (
+            ("output", self.out_features),
+            *((("grad_input", self.in_features),) if backward else ()),
+        ):
+            if kwargs.get(name) is not None:
+                problems += checks.buffer_problems(name, kwargs[name], (*rows, features), dtype, device)
+        return problems
 
     def fuser_backward(
         self,
@@ -341,7 +380,7 @@ class GroupedLinear(BasicOperation):
         for_dgrad, for_wgrad = self._backward_operands(ctx, dy, grad_output, sizes, saved)
         if for_dgrad is not None:
             dx = gemm.dgrad(*for_dgrad).view(ctx.input_shape)
-            dx = checks.into_buffer(type(self).__name__, "grad_input", ctx.grad_input, dx)
+            dx = checks.into_buffer(ctx.grad_input, dx)
         if for_wgrad is not None:
             dy_w, x_w, slots, alpha = for_wgrad
             dw = self.weight_gradient(lambda out, accumulate: gemm.wgrad(dy_w, x_w, slots, out, accumulate, alpha))
@@ -416,7 +455,7 @@ class GroupedLinear(BasicOperation):
             return
         dw = compute(None, False)
         for weight, part in zip(self.weights(), self._parts(dw), strict=True):
-            part = part.to(weight.dtype)
+            part = like_parameter(part.to(weight.dtype), weight)
             weight.grad = part if weight.grad is None else weight.grad + part
 
     @torch.no_grad()
@@ -445,7 +484,7 @@ class GroupedLinear(BasicOperation):
         return main_grad.view(shape), not getattr(self.weight, "overwrite_main_grad", False)
 
     def _main_grad(self, weight: torch.Tensor) -> torch.Tensor:
-        main_grad = getattr(weight, "main_grad", None)
+        weight, main_grad = local(weight), local(getattr(weight, "main_grad", None))
         if isinstance(main_grad, torch.Tensor) and main_grad.numel() == weight.numel():
             return main_grad
         got = f"one of shape {tuple(main_grad.shape)}" if isinstance(main_grad, torch.Tensor) else repr(main_grad)
@@ -476,7 +515,9 @@ def are_packed(weights: Sequence[torch.Tensor]) -> bool:
     """Whether weights of the groups lie in one storage in order; of a single one, whether it is contiguous."""
     first = weights[0]
     if len(weights) == 1:
-        return first.is_contiguous()
+        return bool(local(first).is_contiguous())
+    if not PLAIN.issuperset(map(type, weights)):
+        return False
     step, storage = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
     return all(
         w.is_contiguous()

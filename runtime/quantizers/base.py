@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from ..checks import INTEGERS, require
+from ..codegen.typed import field_problems
 from ..errors import ConfigError, UnsupportedError
 from . import layout
 from .matrices import Groups, Matrices, make_groups
@@ -67,7 +68,10 @@ class Quantizer(abc.ABC):
 
     def _problems(self) -> list[str]:
         """Fields that are not allowed."""
-        problems = [] if self.rowwise or self.columnwise else ["rowwise and columnwise are False; allowed: one of them"]
+        if problems := field_problems(self):
+            return problems
+        if not (self.rowwise or self.columnwise):
+            problems.append("rowwise and columnwise are False; allowed: one of them")
         if self.group_alignment < 1 or self.group_alignment % self.block:
             problems.append(f"group_alignment is {self.group_alignment}; allowed: a multiple of {self.block}")
         return problems

@@ -72,12 +72,14 @@ class Matrices:
 
     def first_rows(self, block: int, device: torch.device) -> torch.Tensor:
         """Row of B * R, or one past the last, with which each block of slots starts: (B, slots / block)."""
-        matrix = torch.arange(self.batch, device=device).unsqueeze(1) * self.rows
-        return matrix + torch.arange(0, self.slots, block, device=device)
+        matrix = torch.arange(self.batch, dtype=torch.int64, device=device).unsqueeze(1) * self.rows
+        return matrix + torch.arange(0, self.slots, block, dtype=torch.int64, device=device)
 
     def starts_empty(self, block: int, device: torch.device) -> torch.Tensor:
         """Whether the first slot of each block of slots has no row: (B, slots / block)."""
-        return (torch.arange(0, self.slots, block, device=device) >= self.rows).expand(self.batch, -1)
+        return (torch.arange(0, self.slots, block, dtype=torch.int64, device=device) >= self.rows).expand(
+            self.batch, -1
+        )
 
     def amax(self, x: torch.Tensor, *, in_slots: bool = False, per_column: bool = False) -> torch.Tensor:
         """Largest magnitude of each matrix of (B, R, C), or of (B, slots, C): (count,) or (count, C) in fp32."""
@@ -184,17 +186,17 @@ def make_groups(sizes: torch.Tensor, rows: int, alignment: int) -> Groups:
     """
     groups, device = sizes.shape[0], sizes.device
     slots = slot_count(rows, groups, alignment)
-    ends = sizes.to(torch.int64).clamp(min=0).cumsum(0).clamp(max=rows)
+    ends = sizes.to(torch.int64).clamp(min=0, max=rows).cumsum(0).clamp(max=rows)
     starts = pad(ends, (1, 0))[:-1]
     slot_sizes = (ends - starts + alignment - 1) // alignment * alignment
     slot_ends = slot_sizes.cumsum(0)
     shift = pad(slot_ends - slot_sizes - starts, (0, 1))  # from a group's rows to its slots; a last entry for no group
 
-    row = torch.arange(rows, device=device)
+    row = torch.arange(rows, dtype=torch.int64, device=device)
     row_group = torch.searchsorted(ends, row, right=True)
     row_slot = torch.where(row_group < groups, row + shift[row_group], slots)
 
-    slot = torch.arange(slots, device=device)
+    slot = torch.arange(slots, dtype=torch.int64, device=device)
     slot_group = torch.searchsorted(slot_ends, slot, right=True)
     slot_row = slot - shift[slot_group]
     slot_row = torch.where(slot_row < pad(ends, (0, 1))[slot_group], slot_row, rows)

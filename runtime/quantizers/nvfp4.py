@@ -150,10 +150,12 @@ class NVFP4Quantizer(BlockQuantizer):
         rng = self.default_rng(x.device) if rng is None else rng
         columns = x.shape[-1]
         # Counted by 16: of those the first slot has a row if any has, and after the transform all 16 are numbers.
-        first = matrices.first_rows(16, x.device).unsqueeze(-1) + torch.arange(0, 16, 8, device=x.device)
+        first = matrices.first_rows(16, x.device).unsqueeze(-1) + torch.arange(
+            0, 16, 8, dtype=torch.int64, device=x.device
+        )
         first = first.flatten(1).unsqueeze(-1) * columns
         padding = matrices.starts_empty(8, x.device).long().unsqueeze(-1)
-        drawn = random_bytes(rng, first + torch.arange(0, columns, 2, device=x.device), padding)
+        drawn = random_bytes(rng, first + torch.arange(0, columns, 2, dtype=torch.int64, device=x.device), padding)
         return torch.unflatten(drawn, -1, (2, 8)).permute(0, 1, 4, 2, 3).flatten(3, 4).flatten(1, 2)
 
     def default_rng(self, device: torch.device) -> torch.Tensor:
@@ -185,7 +187,7 @@ def hadamard(slots: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
         Additions are those of the fast transform of quarters: sums and differences of rows 1, 2, 4 and 8 apart, in this
         order.
     """
-    index = torch.arange(16, device=slots.device)
+    index = torch.arange(16, dtype=torch.int64, device=slots.device)
     mask = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0)
     signs = (1 - 2 * (mask >> index & 1)).to(slots.dtype).unsqueeze(-1)
     x = torch.unflatten(slots, 1, (slots.shape[1] // 16, 16))

@@ -13,11 +13,16 @@ import time
 
 import pytest
 
-from cute_grouped_mlp.codegen import aot, artifacts, compile, toolchain
+from cute_grouped_mlp.codegen import aot, artifacts, compile, folders, toolchain
 from cute_grouped_mlp.codegen.aot import AotFolder, build_folder
 from cute_grouped_mlp.codegen.artifacts import META, ArtifactStore, artifact_key, default_root, read_artifact
 from cute_grouped_mlp.codegen.compile import Compiled
-from cute_grouped_mlp.codegen.errors import ArtifactCorruptError, CompileError, GroupedMLPError
+from cute_grouped_mlp.codegen.errors import (
+    ArtifactCorruptError,
+    ArtifactUnreadableError,
+    CompileError,
+    GroupedMLPError,
+)
 from cute_grouped_mlp.codegen.resources import ResourceReport
 from cute_grouped_mlp.codegen.spec import Arch
 from cute_grouped_mlp.codegen.toolchain import Toolchain
@@ -96,7 +101,7 @@ def test_each_kernel_has_an_entry_of_its_own(make_store, compiler, specs):
     assert {spec: artifact.spec for spec, artifact in built.items()} == {specs(n): specs(n) for n in range(3)}
     assert len(list(store.entries())) == 3
     assert set(store.verify().values()) == {None}
-    assert store.clear() == 3
+    assert store.clear() == (3, [])
     assert list(store.entries()) == []
 
 
@@ -195,12 +200,33 @@ def test_an_entry_of_another_kernel_in_the_same_place_is_a_miss(make_store, comp
     assert make_store().get(specs()) is None
 
 
-def test_an_artifact_that_cannot_be_loaded_is_put_aside(make_store, compiler, specs):
-    store = make_store()
-    store.quarantine(store.get_or_build(specs()))
-    assert store.get(specs()) is None
-    store.get_or_build(specs())
-    assert compiler.count == 2
+def test_an_entry_that_cannot_be_read_stays_and_is_said_once(make_store, compiler, specs, warnings_of, monkeypatch):
+    """What fails to be read may be as it should: only a checksum says that an entry is damaged."""
+    path = make_store().get_or_build(specs()).path
+    real = artifacts._sha256
+
+    def refuse(file):
+        if file.parent == path:
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file)
+
+    monkeypatch.setattr(artifacts, "_sha256", refuse)
+    folders._warned.clear()
+    with pytest.raises(ArtifactUnreadableError, match="Permission denied"):
+        read_artifact(path)
+    for _ in range(3):
+        assert make_store().get(specs()) is None
+    assert warnings_of().count("it stays as it is") == 1
+    monkeypatch.undo()
+    assert make_store().get(specs()).path == path
+
+
+def test_damaged_entries_that_are_kept_are_few(make_store, compiler, specs):
+    for _ in range(12):
+        path = make_store().get_or_build(specs()).path
+        (path / "kernel.o").write_bytes(b"")
+    make_store().get_or_build(specs())
+    assert len(list(path.parent.glob(".bad-*"))) == 8
 
 
 # Enters codegen without the package's root, which would import torch: these processes are many.
@@ -432,6 +458,73 @@ def fake_aot(monkeypatch, small, compiler):
 
     monkeypatch.setattr(aot, "render", small)
     monkeypatch.setattr(aot, "compile_many", compile_many)
+
+
+def test_l2_a_built_folder_can_be_read_by_others_as_the_umask_says(fake_aot, specs, tmp_path, monkeypatch):
+    """A container's image is built by root and run by another user."""
+    before = os.umask(0o022)
+    try:
+        build_folder([specs()], tmp_path / "out")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "out", *(tmp_path / "out").rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1000)
+    assert (AotFolder(tmp_path / "out").mismatch() is None) == (owner == 0)  # root's are trusted, another user's not
+    monkeypatch.undo()
+    assert AotFolder(tmp_path / "out").mismatch() is None
+    (tmp_path / "out").chmod(0o757)
+    assert "can be written by others" in AotFolder(tmp_path / "out").mismatch()
+    assert AotFolder(tmp_path / "out").get(specs()) is None
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "sub/notes.txt"])
+def test_l1_build_keeps_files_that_no_build_wrote(fake_aot, specs, tmp_path, there):
+    """Under a kernel's name, and beside kernels."""
+    mine = tmp_path / "out" / specs(0).name / there
+    build_folder([specs(1)], tmp_path / "out")
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    beside = tmp_path / "out" / "README"
+    beside.write_text("mine")
+    manifest = (tmp_path / "out" / "manifest.json").read_bytes()
+    with pytest.raises(GroupedMLPError, match=f"holds {specs(0).name}, which no build wrote"):
+        build_folder([specs(0)], tmp_path / "out")
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == manifest
+    build_folder([specs(2)], tmp_path / "out")
+    assert mine.read_text() == beside.read_text() == "mine"
+
+
+def test_l1_build_follows_no_link(fake_aot, specs, tmp_path):
+    build_folder([specs(1)], tmp_path / "out")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kernel.py").write_text("mine")
+    (tmp_path / "out" / specs(0).name).symlink_to(outside)
+    with pytest.raises(GroupedMLPError, match="which no build wrote"):
+        build_folder([specs(0)], tmp_path / "out")
+    assert (outside / "kernel.py").read_text() == "mine"
+
+
+def test_l1_clear_deletes_what_the_store_wrote_and_nothing_else(make_store, specs):
+    store = make_store()
+    path = store.get_or_build(specs()).path
+    mine = [store.root / "v1" / "a.txt", store.folder / "notes.txt", store.folder / "project" / "kernel.cu",
+            path.parent / "other" / "sub" / "kernel.py", store.root / "README"]  # fmt: skip
+    for file in mine:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    count, others = store.clear()
+    assert count == 1
+    assert {str(p.relative_to(store.root / "v1")).split("/")[-1] for p in others} == {
+        "a.txt",
+        "notes.txt",
+        "project",
+        "other",
+    }
+    assert [file.read_text() for file in mine] == ["mine"] * len(mine)
+    assert not path.exists()
 
 
 def test_manifest(fake_aot, specs, tmp_path):

@@ -85,8 +85,8 @@ def test_recipe_takes_every_class_and_its_kind():
 
 
 def test_a_recipe_that_cannot_be_asked_is_an_error(run, monkeypatch):
-    dead = subprocess.CompletedProcess([], 1, "", "Traceback ...\nImportError: libtorch.so: no such file\n")
-    monkeypatch.setattr(cli.subprocess, "run", lambda *args, **kwargs: dead)
+    dying = "import sys; sys.exit('Traceback ...\\nImportError: libtorch.so: no such file')"
+    monkeypatch.setattr(cli, "module_command", lambda *args: [sys.executable, "-c", dying])
     fails(run("list", "--recipe", "mxfp8"), "the kernels of mxfp8 cannot be listed: ImportError: libtorch.so")
 
 
@@ -247,7 +247,12 @@ def test_cache(run, tmp_path):
     assert run("cache", "verify")[0] == 0
     (path / "kernel.o").write_text("")
     fails(run("cache", "verify"), "kernel.o", "1 of 1 entries are damaged")
-    code, out, _ = run("cache", "clear")
+    fails(run("cache", "clear"), "1 kernels in", "say so with --yes")
+    assert path.exists()
+    (path.parent / "notes.txt").write_text("mine")
+    code, out, _ = run("cache", "clear", "--yes")
+    assert (path.parent / "notes.txt").read_text() == "mine"
+    assert "left alone" in out
     assert (code, "1 kernels deleted" in out) == (0, True)
     assert not path.exists()
     (tmp_path / "store").chmod(0o777)
@@ -271,8 +276,8 @@ def test_doctor(run):
 
 
 def test_doctor_survives_a_torch_that_does_not(run, monkeypatch):
-    dead = subprocess.CompletedProcess([], 1, "", "Traceback ...\nImportError: libtorch.so: no such file\n")
-    monkeypatch.setattr(cli.subprocess, "run", lambda *args, **kwargs: dead)
+    dying = "import sys; sys.exit('Traceback ...\\nImportError: libtorch.so: no such file')"
+    monkeypatch.setattr(cli, "module_command", lambda *args: [sys.executable, "-c", dying])
     code, out, _ = run("doctor")
     assert code == 0
     assert "cannot be used: ImportError: libtorch.so" in out

@@ -12,7 +12,7 @@ import pytest
 
 from cute_grouped_mlp.codegen import compile
 from cute_grouped_mlp.codegen.compile import CompileWorker, compile_kernel, compile_many
-from cute_grouped_mlp.codegen.errors import ArtifactCorruptError, CompileError
+from cute_grouped_mlp.codegen.errors import ArtifactUnreadableError, CompileError
 from cute_grouped_mlp.codegen.link import find_linker
 from cute_grouped_mlp.codegen.loading import load_callable
 from cute_grouped_mlp.codegen.resources import ResourceReport, read_report
@@ -168,7 +168,7 @@ def test_a_worker_that_was_killed_compiles_nothing_more(small, tmp_path, monkeyp
     with CompileWorker(Arch.SM90A, timeout=60) as worker:
         with pytest.raises(CompileError, match="compiling was interrupted"):
             worker.compile(small(), tmp_path)
-        assert started[0].poll() is not None
+        assert started[0][0].poll() is not None
         with pytest.raises(CompileError, match="compiling was interrupted"):
             worker.compile(small(), tmp_path)
     assert len(started) == 1
@@ -276,14 +276,14 @@ assert callable(function) and "cutlass" in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_what_cannot_be_loaded_is_corrupt(small, worker, tmp_path):
+def test_what_cannot_be_loaded_says_so(small, worker, tmp_path):
     compiled = worker.compile(small(), tmp_path)
     other = SimpleNamespace(name="another_name", object_path=None, library_path=compiled.library_path)
-    with pytest.raises(ArtifactCorruptError, match="another_name"):
+    with pytest.raises(ArtifactUnreadableError, match="another_name"):
         load_callable(other)
     text = tmp_path / "text.so"
     text.write_text("not a library")
-    with pytest.raises(ArtifactCorruptError, match=r"text\.so"):
+    with pytest.raises(ArtifactUnreadableError, match=r"text\.so.*noexec"):
         load_callable(SimpleNamespace(name=compiled.spec.name, object_path=None, library_path=text))
 
 

@@ -250,3 +250,40 @@ def test_e10_an_operation_that_prepares_each_forward_is_asked_to(provider):
         graph(x, sizes, probs, sizes)
     assert "fprop_act" in provider.names()
     assert calls == [True] * 3
+
+
+def test_e10_hooks_of_operations_are_run(provider):
+    """They run with the operation's own call, after a graph break; without them it is one graph again."""
+    module, seen = make(), []
+    expected = module(*inputs())
+    graph = compiled(module)
+    hook = module.activation.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    provider.launches.clear()
+    assert graph(*inputs()).shape == expected.shape
+    assert seen == [(T, F)]
+    assert "fprop_act" not in provider.names()
+    torch.compiler.reset()  # what is compiled already is taken with fullgraph, too
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an operation has hooks of its own"):
+        compiled(module, fullgraph=True)(*inputs())
+    hook.remove()
+    torch.testing.assert_close(compiled(module, fullgraph=True)(*inputs()), expected, rtol=0, atol=0)
+    assert len(seen) == 1
+
+
+def test_e10_other_modules_among_operations():
+    """Operations around another module, or around a place that is empty, are pipelines of their own."""
+    torch.manual_seed(0)
+    linears = [cgm.GroupedLinear(G, *features, dtype=torch.bfloat16) for features in ((H, 2 * F), (F, H), (H, 2 * F))]
+    first, second, third = linears
+    names = {
+        "fc1": first,
+        "act": cgm.ScaledSwiGLU(),
+        "fc2": second,
+        "norm": torch.nn.LayerNorm(H, dtype=torch.bfloat16),
+    }
+    module = cgm.Sequential({**names, "fc3": third})
+    module.add_module("nothing", None)
+    module.add_module("act2", cgm.ScaledSwiGLU())
+    x, sizes, probs = inputs()
+    arguments = (x, sizes, probs, sizes, sizes, probs)
+    assert_same(step(compiled(module), module, *arguments), step(module, module, *arguments))

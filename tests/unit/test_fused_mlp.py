@@ -253,6 +253,73 @@ def test_e7_caller_buffers(ref):
         module(x, sizes, probs, op_kwargs={module.fc1: {"bogus": 1}})
 
 
+@pytest.mark.parametrize("sizes", [(2**32 + 5, 3), (5, 2**62, 2**62), (-(2**32) + 5, 3), (5, 2**31)], ids=str)
+@pytest.mark.parametrize("fuse", [None, False])
+@pytest.mark.parametrize("plain", [True, False])
+def test_k5_sizes_beyond_32_bits_are_cut_and_reported(sizes, fuse, plain):
+    """By kernels, fused and unfused, as other sizes that are too large or negative are; in plain torch they are cut."""
+    provider = kernels.provider() if plain else ReferenceKernels()
+    with kernels.using(provider):
+        module = cgm.GroupedMLP(len(sizes), H, F, dtype=torch.bfloat16)
+        x = torch.randn(T, H).bfloat16()
+        with torch.no_grad(), cgm.autocast(recipe=cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=fuse)):
+            got = module(x, torch.tensor(sizes))
+            rows = torch.tensor(reference.offsets(sizes, T)[0]).diff()
+            if not plain:
+                with pytest.raises(cgm.ShapeError, match="split_sizes"):
+                    provider.check_status(x.device)
+            assert torch.equal(got, module(x, rows))
+
+
+PATHS = [None, cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=False), cgm.MXFP8BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", PATHS, ids=["fused", "unfused", "emulated"])
+@pytest.mark.parametrize("buffer", ["output", "grad_input"])
+def test_e7_buffers_are_checked_before_the_first_launch(ref, recipe, buffer):
+    """That of backward, too: when backward comes it is too late to say so."""
+    hidden = 32
+    module = cgm.GroupedMLP(G, hidden, F, dtype=torch.bfloat16)
+    x = torch.randn(T, hidden).bfloat16().requires_grad_()
+    sizes, probs = torch.tensor([T, *[0] * (G - 1)]), torch.rand(T)
+    padded = torch.empty(T * hidden + 8, dtype=torch.bfloat16)
+    wrong = {
+        r"strides are \(1, \d+\), allowed: \(32, 1\)": torch.empty(hidden, T, dtype=torch.bfloat16).t(),
+        "shares memory with the input": x.detach(),
+        "shares memory with parameter or extra input 0": module.fc1.weight.detach()
+        .flatten()[: T * hidden]
+        .view(T, hidden)
+        if module.fc1.weight.numel() >= T * hidden
+        else x.detach(),
+        "requires a gradient": torch.empty(T, hidden, dtype=torch.bfloat16, requires_grad=True),
+        "has shape": torch.empty(T + 1, hidden, dtype=torch.bfloat16),
+        "is torch.float32": torch.empty(T, hidden),
+    }
+    if module.fc1.weight.numel() < T * hidden:
+        del wrong["shares memory with parameter or extra input 0"]
+    if recipe is not PATHS[1]:
+        wrong["starts 2 bytes behind a multiple of 16"] = padded[1 : 1 + T * hidden].view(T, hidden)
+    layer = module.fc2 if buffer == "output" else module.fc1
+    ref.launches.clear()
+    for message, given in wrong.items():
+        with cgm.autocast(recipe=recipe), pytest.raises(cgm.ShapeError, match=message) as error:
+            module(x, sizes, probs, op_kwargs={layer: {buffer: given}})
+        assert buffer in str(error.value)
+    both = torch.empty(T, hidden, dtype=torch.bfloat16)
+    with cgm.autocast(recipe=recipe), pytest.raises(cgm.ShapeError, match="shares memory with grad_input of"):
+        module(x, sizes, probs, op_kwargs={module.fc1: {"grad_input": both}, module.fc2: {"output": both}})
+    assert not ref.launches
+
+
+def test_e7_every_violation_of_buffers_at_once(ref):
+    module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
+    x, sizes, probs, _ = operands()
+    x.requires_grad_()
+    kwargs = {module.fc1: {"grad_input": torch.empty(3)}, module.fc2: {"output": torch.empty(2)}}
+    with pytest.raises(cgm.ShapeError, match=r"grad_input has shape.*output has shape.*output is torch.float32"):
+        module(x, sizes, probs, op_kwargs=kwargs)
+
+
 def test_k5_fused_wrong_arguments(ref):
     module = cgm.GroupedMLP(G, H, F, dtype=torch.bfloat16)
     x, sizes, probs, _ = operands()

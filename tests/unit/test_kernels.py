@@ -11,7 +11,7 @@ import torch
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
-from cute_grouped_mlp.codegen import aot, loading
+from cute_grouped_mlp.codegen import aot, folders, loading
 from cute_grouped_mlp.codegen.spec import Arch, DType, KernelSpec, Pass, TileConfig
 from cute_grouped_mlp.kernels import KernelCache
 
@@ -25,21 +25,24 @@ class FakeStore:
     def __init__(self, seconds=0.0):
         self.root = Path("/nowhere")
         self.seconds = seconds
-        self.artifacts, self.built, self.quarantined = {}, [], []
+        self.artifacts, self.built = {}, []
 
     def get(self, spec):
         return self.artifacts.get(spec)
 
-    def get_or_build(self, spec):
-        if spec not in self.artifacts:
+    def obtain(self, spec):
+        missing = spec not in self.artifacts
+        if missing:
             time.sleep(self.seconds)
             self.built.append(spec)
             self.artifacts[spec] = SimpleNamespace(path=self.root / spec.name, spec=spec)
-        return self.artifacts[spec]
+        return self.artifacts[spec], missing
 
-    def quarantine(self, artifact):
-        self.quarantined.append(artifact)
-        del self.artifacts[artifact.spec]
+    def get_or_build(self, spec):
+        return self.obtain(spec)[0]
+
+    def refusal(self):
+        return None
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def loads(monkeypatch):
 
     def load(artifact):
         if getattr(artifact, "broken", False):
-            raise cgm.ArtifactCorruptError(f"{artifact.path} is broken")
+            raise cgm.ArtifactUnreadableError(f"{artifact.path} cannot be mapped")
         seen.append(artifact.spec)
         return lambda *args: artifact
 
@@ -99,6 +102,9 @@ def test_aot_folders_come_first_in_order(cache, monkeypatch):
             has = spec == SPEC and self.path.name == "b"
             return SimpleNamespace(path=self.path / spec.name, spec=spec) if has else None
 
+        def lacks(self, spec):
+            return f"it is not in {self.path}" if self.path.name != "c" else None
+
         def mismatch(self):
             return f"{self.path} was built for another ABI" if self.path.name == "c" else None
 
@@ -125,15 +131,50 @@ def test_jit_off_makes_a_miss_an_error_and_the_store_still_serves(cache):
     assert cache.locate(REDUCE[1]) == "will be compiled at first use"
 
 
-def test_an_artifact_that_does_not_load_is_set_aside_and_rebuilt(cache, caplog):
+def test_an_intact_artifact_that_does_not_load_is_left_alone_and_not_compiled_again(cache, caplog):
     store = store_of(cache)
-    store.artifacts[SPEC] = SimpleNamespace(path=Path("/bad"), spec=SPEC, broken=True)
-    with caplog.at_level(logging.WARNING, "cute_grouped_mlp"):
-        assert cache.get(SPEC)
-    assert "/bad is broken" in caplog.text
-    assert len(store.quarantined) == 1
-    assert store.built == [SPEC]
-    assert cache.origin(SPEC).kind == "jit"
+    store.artifacts[SPEC] = there = SimpleNamespace(path=Path("/noexec"), spec=SPEC, broken=True)
+    for _ in range(2):
+        with pytest.raises(cgm.ArtifactUnreadableError, match="/noexec cannot be mapped"):
+            cache.get(SPEC)
+    assert store.artifacts[SPEC] is there
+    assert store.built == []
+
+
+def test_who_waited_for_another_process_did_not_compile(cache):
+    """A kernel that appeared between the look and the lock came from the store."""
+    store = store_of(cache)
+    store.get = lambda spec: None
+    store.obtain = lambda spec: (SimpleNamespace(path=Path("/by another"), spec=spec), False)
+    cache.get(SPEC)
+    assert cache.origin(SPEC).kind == "store"
+    assert str(cache.origin(SPEC)).startswith("loaded from the on-disk store")
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_l3_one_aot_folder_that_cannot_be_used_stops_nothing(cache, tmp_path, caplog, jit):
+    """Missing, no manifest, other kinds of garbage: said once, and the kernel comes from the store."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name, text in (("list", "[]"), ("text", "x"), ("bytes", "\xff"), ("null", '{"variants": null}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(text, encoding="latin-1")
+    bad = [tmp_path / name for name in ("missing", "file", "empty", "list", "text", "bytes", "null")]
+    store = store_of(cache)
+    store.get_or_build(SPEC)
+    folders._warned.clear()
+    with cgm.settings.override(aot_dirs=tuple(bad), jit=jit), caplog.at_level(logging.WARNING, "cute_grouped_mlp"):
+        cache.get(SPEC)
+        assert cache.origin(SPEC).kind == "store"
+        assert "on-disk store" in cache.locate(SPEC)
+        if jit:
+            cache.get(REDUCE[1])
+        else:
+            with pytest.raises(cgm.MissingArtifactError) as error:
+                cache.get(REDUCE[1])
+            for path in (*bad, store.root):
+                assert str(path) in str(error.value)
+    assert len(caplog.records) == len(bad)
 
 
 def test_several_missing_kernels_are_built_side_by_side_and_once(cache):
@@ -151,15 +192,15 @@ def test_j8_a_kernel_that_is_being_built_holds_up_no_other(cache):
     """While a thread compiles a kernel, or waits for another process that does, another kernel is found."""
     building, may_end = threading.Event(), threading.Event()
     store = store_of(cache)
-    original = store.get_or_build
+    original = store.obtain
 
-    def get_or_build(spec):
+    def obtain(spec):
         if spec == REDUCE[0]:
             building.set()
             assert may_end.wait(30)
         return original(spec)
 
-    store.get_or_build = get_or_build
+    store.obtain = obtain
     store.artifacts[REDUCE[1]] = SimpleNamespace(path=store.root / REDUCE[1].name, spec=REDUCE[1])
     cache.get(REDUCE[2])
     thread = threading.Thread(target=cache.get, args=(REDUCE[0],))
@@ -190,17 +231,17 @@ def test_j5_threads_that_want_one_kernel_build_it_once(cache):
 
 
 def test_a_build_that_fails_raises_and_can_be_tried_again(cache):
-    store, build = store_of(cache), store_of(cache).get_or_build
+    store, build = store_of(cache), store_of(cache).obtain
 
     def fail(spec):
         if spec == REDUCE[1]:
             raise cgm.CompileError("no", spec=spec)
         return build(spec)
 
-    store.get_or_build = fail
+    store.obtain = fail
     with pytest.raises(cgm.CompileError):
         cache.prepare(REDUCE, torch.device("cpu"))
-    store.get_or_build = build
+    store.obtain = build
     cache.prepare(REDUCE, torch.device("cpu"))
     assert cache.get(REDUCE[1])
 
@@ -295,12 +336,14 @@ def test_grid_is_whole_clusters():
     assert kernels.grid(SPEC, 133) == 133
 
 
-def test_split_sizes_are_viewed_as_int32_without_a_copy():
+def test_split_sizes_are_read_as_int32():
     sizes = torch.tensor([5, 0, 7])
-    view = kernels.int32_sizes(sizes)
-    assert view.dtype is torch.int32
-    assert view.tolist() == [5, 0, 7]
-    assert view.data_ptr() == sizes.data_ptr()
+    read = kernels.int32_sizes(sizes)
+    assert read.dtype is torch.int32
+    assert read.tolist() == [5, 0, 7]
+    limits = [2**32 + 40, 2**31, 2**31 - 1, -(2**31), -(2**31) - 1, -(2**40), 2**63 - 1]
+    cut = [2**31 - 1, 2**31 - 1, 2**31 - 1, -(2**31), -(2**31), -(2**31), 2**31 - 1]
+    assert kernels.int32_sizes(torch.tensor(limits)).tolist() == cut
     assert kernels.int32_sizes(torch.stack([sizes, sizes + 1], 1)[:, 0]).tolist() == [5, 0, 7]
     assert kernels.int32_sizes(torch.tensor([-1])).tolist() == [-1]
     int32 = sizes.int()

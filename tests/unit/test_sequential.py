@@ -274,3 +274,86 @@ def test_quantizers_of_the_neighbours_are_handed_over():
     ops[0].tag, ops[1].tag = "a", "b"
     cgm.Sequential(*ops)(torch.ones(1))
     assert seen == {"a": (None, "input of b"), "b": ("grad of a", None)}
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def grouped_mlp_and_inputs(**options):
+    torch.manual_seed(0)
+    module = cgm.GroupedMLP(3, 8, 16, **options)
+    x, probs = torch.randn(10, 8, requires_grad=True), torch.rand(10, requires_grad=True)
+    return module, (x, torch.tensor([4, 0, 6]), probs)
+
+
+@pytest.mark.parametrize("layer", ["fc1", "activation", "fc2"])
+def test_hooks_on_an_operation_run_and_take_it_out_of_the_fusion(ref, layer):
+    module, args = grouped_mlp_and_inputs(dtype=torch.bfloat16)
+    args = (args[0].detach().bfloat16().requires_grad_(), *args[1:])
+    expected = module(*args)
+    assert len(module.fuser.last_plan.forward_ops) == 1
+    seen, op = [], getattr(module, layer)
+    handles = [
+        op.register_forward_pre_hook(lambda m, inputs: seen.append("pre")),
+        op.register_forward_hook(lambda m, inputs, output: seen.append("forward")),
+        op.register_full_backward_pre_hook(lambda m, grads: seen.append("backward pre")),
+        op.register_full_backward_hook(lambda m, into, out: seen.append("backward")),
+    ]
+    y = module(*args)
+    assert seen == ["pre", "forward"]
+    assert torch.allclose(y.float(), expected.float(), atol=2e-2)
+    y.sum().backward()
+    assert seen == ["pre", "forward", "backward pre", "backward"]
+    report = cgm.explain(module, *args)
+    assert not report.fused
+    assert f"{type(op).__name__} has forward and forward pre- and backward and backward pre- hooks" in str(report)
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    assert torch.equal(module(*args), expected)
+    assert len(module.fuser.last_plan.forward_ops) == 1
+    assert not seen
+
+
+def test_hooks_that_change_what_passes_are_obeyed():
+    module, args = grouped_mlp_and_inputs()
+    module.fc1.register_forward_hook(lambda m, inputs, output: output * 0)
+    assert not module(*args).any()
+
+
+def test_an_operation_with_hooks_gets_its_keyword_arguments():
+    module, args = grouped_mlp_and_inputs()
+    expected = module(*args)
+    module.fc2.register_forward_pre_hook(lambda m, inputs: None)
+    out = torch.empty_like(expected)
+    assert module(*args, op_kwargs={2: {"output": out}}).data_ptr() == out.data_ptr()
+    assert torch.allclose(out, expected)
+
+
+def test_only_hooks_of_calls_count():
+    module, args = grouped_mlp_and_inputs()
+    module.fc1._register_load_state_dict_pre_hook(lambda *a: None)
+    module.fc1.register_state_dict_post_hook(lambda *a: None) if hasattr(
+        module, "register_state_dict_post_hook"
+    ) else None
+    module(*args)
+    assert len(module.fusers) == 1
+
+
+def test_fully_shard_of_a_layer_gathers_it_by_its_hooks(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    module, args = grouped_mlp_and_inputs()
+    expected = module(*args)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        for layer in (module.fc1, module.fc2):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        y = module(*args)
+        assert torch.allclose(y, expected)
+        y.sum().backward()
+        assert module.fc1.weight.grad.full_tensor().any()
+    finally:
+        dist.destroy_process_group()
