@@ -21,7 +21,8 @@ def field_problems(value: Any) -> list[str]:
         An instance of a dataclass whose fields are simple types, classes, or those or None.
     """
     problems = []
-    for name, allowed in _allowed(type(value)).items():
+    cls: Any = type(value)
+    for name, allowed in _allowed(cls).items():
         held = getattr(value, name)
         if not any(type(held) is t if t in _EXACT else isinstance(held, t) for t in allowed):
             kinds = " or ".join("None" if t is types.NoneType else t.__name__ for t in allowed)
