@@ -1,41 +1,114 @@
-"""The fused grouped MLP in graphs of ``torch.compile``: ``torch.library`` operators, and what is traced around them.
+"""What ``torch.compile`` traces of a call: one operator of :mod:`.operators`, where one covers it.
 
-A traced call looks for its plan once, while it is traced, and becomes one operator.  ``torch.compile`` guards on what
-that plan depends on: recipe text, settings, gradients wanted, types, shapes.  What no operator covers runs as it does
-without ``torch.compile``, after a graph break: other plans than the one fused operation, quantising recipes, a recipe
-whose text is not kept (changed since the last call, or foreign), ``main_grad``, delayed weight gradients, weights that
-are a list, and callers' buffers.
+What is read while tracing becomes a guard, so it is read from the operations alone and is equal in equal modules: the
+blocks of a model, compiled one by one, have one graph.  Of recipes only what decides is read, their class and the
+fusion flag; of the settings only ``fuse``.  What no operator covers runs as it does without ``torch.compile``, after
+a graph break that says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import kernels, sequential
+from . import kernels, patterns
 from .autocast import in_force
 from .config import settings
-from .errors import GroupedMLPError
-from .fuser import OperationFuser, by_number
-from .grouped_mlp import FusedGroupedMLP
+from .fuser import OperationFuser
+from .fusion import registry
+from .grouped_gemm import LinearShape, kernel_problems
+from .op import BasicOperation, FusibleOperation, expand
+from .operators import STATELESS, Configuration, recipe_text_of
+from .ops.activation import ScaledActivation
 from .ops.grouped_linear import GroupedLinear
-from .pipeline import make_contexts
-from .recipe_text import TEXT
-from .snapshot import NO_RECIPE
-from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X, NEED_Z
+from .quantizers.prequantized import PrequantizedTensor
+from .recipe import FLAG, Recipe, class_kind
+from .sequential import hooks_of
+from .step import NEED_B1, NEED_B2, NEED_PROBS, NEED_SCALE, NEED_W1, NEED_W2, NEED_X
 
-_NEEDS = (NEED_X, NEED_W1, NEED_B1, NEED_PROBS, NEED_W2, NEED_B2, NEED_SCALE)
-_BITS = 8  # of a choice, for NEED_* bits
+#: Why a call runs outside of the graph.
+CAUSES = {
+    "pipeline": "operators exist for GroupedLinear, activation, GroupedLinear, of these classes or of ones that "
+    "override nothing of what they do, without channels and without a scale of FC1's bias",
+    "arguments": "an argument is missing, too many, or no tensor: the call raises an error that names it",
+    "hooks": "an operation has hooks of its own, and is run by its own call",
+    "sharded": "parameters are DTensors: operators take plain tensors",
+    "keywords": "it has keyword arguments, such as buffers of the caller, which are no results of an operator",
+    "main_grad": "accumulate_into_main_grad is set: backward writes to main_grad and to attributes of the parameter, "
+    "and a graph's backward may write to no tensor that other micro-batches' backwards have saved",
+    "delayed": "delay_wgrad_compute is set: backward leaves work behind for backward_dw(), and a graph leaves tensors",
+    "stateful": "the recipe quantises with what earlier steps or calls left (an amax history, random numbers, weights "
+    "kept from the first micro-batch, a prequantised tensor), or with what only its own object knows (a factory, a "
+    "foreign class); an operator has tensors and a text",
+    "autocast": "the recipe quantises inside of torch.autocast: weights are quantised from their own type",
+    "emulated": "the recipe quantises, and kernels run it fused on this device: what they keep for backward has shapes "
+    "that depend on each quantiser, and an operator must know the shapes of what it returns",
+    "flag": f"the recipe's {FLAG} is not None, True or False: the call raises an error that says so",
+    "fusions": "fusions other than this package's are registered, which are asked about the module's own operations",
+    "replay": "it is inside of cute_grouped_mlp.checkpoint, and an operation has a recipe of its own",
+}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def group(number: int) -> bool:
-    """Group a container's modules while its call is traced, for real: what is traced next finds its fusers there."""
-    sequential.by_number[number].module_groups()
-    return True
+def _outside(why: str) -> Callable[..., Any]:
+    """Return a function that calls another one outside of the graph, for a reason."""
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    reason = f"cute_grouped_mlp runs this call outside of the graph: {why}"
+    outside: Callable[..., Any] = torch.compiler.disable(run, reason=reason)  # type: ignore[no-untyped-call]
+    return outside
+
+
+_OUTSIDE = {cause: _outside(why) for cause, why in CAUSES.items()}
+
+
+# Entries --------------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    container: Any, x: Any, extra_inputs: Sequence[Any], op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None
+) -> Any:
+    """Do what a call of a :class:`Sequential` does, while it is traced.
+
+    Parameters
+    ----------
+    container, x, extra_inputs, op_kwargs
+        As :meth:`Sequential.forward` takes them.
+    """
+    modules = [*container._modules.values()]
+    groups = _groups(modules)
+    taken = sum([_inputs_of(ops) for ops, _ in groups])
+    if len(extra_inputs) != taken or not isinstance(x, torch.Tensor):
+        return _OUTSIDE["arguments"](_run_container, container, x, extra_inputs, op_kwargs)
+    keywords: list[dict[str, Any]] = []
+    if op_kwargs:
+        if not all([_names_one_of(key, modules) for key in op_kwargs]):
+            return _OUTSIDE["arguments"](_run_container, container, x, extra_inputs, op_kwargs)
+        keywords = [*op_kwargs.values()]
+    hooked = any([module is not None and len(ops) > 0 for ops, module in groups])
+    outputs: list[Any] = []
+    at = 0
+    for index, (ops, module) in enumerate(groups):
+        if module is not None and not ops:
+            x = module(x)
+            continue
+        extra = extra_inputs[at : at + _inputs_of(ops)]
+        at += len(extra)
+        cause = _cause(ops, x, extra, keywords)
+        if module is not None or (cause == "pipeline" and hooked):
+            cause = "hooks"
+        if cause is None:
+            x = _operator(ops, x, extra)
+            continue
+        x = _OUTSIDE[cause](_run_group, container, index, x, extra, op_kwargs)
+        if isinstance(x, tuple):
+            outputs.extend(x[1:])
+            x = x[0]
+    return (x, *outputs) if outputs else x
 
 
 def call(
@@ -44,65 +117,222 @@ def call(
     extra_inputs: Sequence[torch.Tensor | None],
     basic_op_kwargs: Sequence[dict[str, Any]] | None,
 ) -> Any:
-    """Do what a call of a fuser does, while ``torch.compile`` traces it.
+    """Do what a call of a fuser does, while it is traced.
 
     Parameters
     ----------
     fuser, x, extra_inputs, basic_op_kwargs
         As :meth:`OperationFuser.run` takes them.
     """
-    recipe = in_force.recipe
-    text = NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)
-    choice = -1
-    takes_three = len(extra_inputs) == fuser.num_extra_inputs >= 3
-    if text is not None and takes_three and not basic_op_kwargs and not _writes_elsewhere(fuser):
-        sizes1, probs, sizes2 = extra_inputs[:3]
-        scale = extra_inputs[3] if len(extra_inputs) == 4 else None
-        grad = torch.is_grad_enabled()
-        choice = _choose(
-            fuser.number,
-            text,
-            settings.stamp,
-            x.dtype,
-            x.device,
-            grad,
-            grad and x.requires_grad,
-            grad and probs is not None and probs.requires_grad,
-            grad and scale is not None and scale.requires_grad,
-        )
-        if choice >= 0:
-            fc1, _, fc2 = fuser.basic_ops
-            y = _traced(fc1, fc2, x, sizes1, probs, sizes2, scale, choice)
-            return y.reshape(x.shape)
-    return _run(fuser, x, extra_inputs, basic_op_kwargs)
+    ops = list(fuser.basic_ops)
+    if not isinstance(x, torch.Tensor) or len(extra_inputs) != _inputs_of(ops):
+        return _OUTSIDE["arguments"](_run_fuser, fuser, x, extra_inputs, basic_op_kwargs)
+    cause = _cause(ops, x, extra_inputs, basic_op_kwargs or [])
+    if cause is None:
+        return _operator(ops, x, extra_inputs)
+    return _OUTSIDE[cause](_run_fuser, fuser, x, extra_inputs, basic_op_kwargs)
 
 
-def _writes_elsewhere(fuser: OperationFuser) -> bool:
-    """Whether backward does more than to return gradients; asked while tracing, so that it is guarded on."""
-    for op in fuser.basic_ops:
-        if getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
-            return True
-    return False
+def alone(op: BasicOperation, x: torch.Tensor, extra_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do what a call of a lone operation does, while it is traced.
+
+    Parameters
+    ----------
+    op, x, extra_inputs, kwargs
+        As :meth:`BasicOperation.forward` takes them.
+    """
+    return _OUTSIDE["pipeline"](_run_alone, op, x, extra_inputs, kwargs)
 
 
-def _traced(
-    fc1: Any,
-    fc2: Any,
-    x: torch.Tensor,
-    sizes1: Any,
-    probs: torch.Tensor | None,
-    sizes2: Any,
-    scale: torch.Tensor | None,
-    choice: int,
-) -> torch.Tensor:
-    w1, b1, w2, b2 = fc1.weight, fc1.bias, fc2.weight, fc2.bias
-    dtype = w1.dtype
-    if torch.is_autocast_enabled(x.device.type):
+def _run_container(container: Any, x: Any, extra_inputs: Any, op_kwargs: Any) -> Any:
+    return container(x, *extra_inputs, op_kwargs=op_kwargs)
+
+
+def _run_group(container: Any, index: int, x: Any, extra_inputs: Any, op_kwargs: Any) -> Any:
+    group = container.module_groups()[index]
+    return group(x, *extra_inputs, basic_op_kwargs=container.kwargs_of(group, op_kwargs))
+
+
+def _run_fuser(fuser: OperationFuser, x: Any, extra_inputs: Any, basic_op_kwargs: Any) -> Any:
+    return fuser.run(x, extra_inputs, basic_op_kwargs)
+
+
+def _run_alone(op: BasicOperation, x: Any, extra_inputs: Any, kwargs: Any) -> Any:
+    return op.fuser.run(x, extra_inputs, [kwargs])
+
+
+# What is covered ------------------------------------------------------------------------------------------------------
+
+
+def _groups(modules: Sequence[torch.nn.Module | None]) -> list[tuple[list[BasicOperation], torch.nn.Module | None]]:
+    """Group modules as :meth:`Sequential.module_groups` does.
+
+    Returns
+    -------
+    list of tuple
+        Neighbouring operations and None, an operation with hooks and itself, or nothing and another module.
+    """
+    groups: list[tuple[list[BasicOperation], torch.nn.Module | None]] = []
+    before = False
+    for module in modules:
+        if module is not None and not isinstance(module, FusibleOperation):
+            groups.append(([], module))
+        elif module is None:
+            pass  # it separates what is before from what is behind
+        elif hooks_of(module):
+            groups.append(([*expand([module])], module))
+        elif before:
+            groups[-1][0].extend(expand([module]))
+        else:
+            groups.append(([*expand([module])], None))
+        before = isinstance(module, FusibleOperation) and not hooks_of(module)
+    return groups
+
+
+def _names_one_of(key: Any, modules: Sequence[torch.nn.Module | None]) -> bool:
+    """Whether a key of ``op_kwargs`` names a basic operation among modules."""
+    if isinstance(key, int):
+        return -len(modules) <= key < len(modules) and isinstance(modules[key], BasicOperation)
+    return isinstance(key, BasicOperation) and any([key is module for module in modules])
+
+
+def _inputs_of(ops: Sequence[BasicOperation]) -> int:
+    """Extra inputs of a pipeline that come from the caller."""
+    return sum([len([c for c in op._extra_input_channels if c is None]) for op in ops])
+
+
+def _cause(
+    ops: Sequence[BasicOperation], x: torch.Tensor, extra: Sequence[Any], keywords: Sequence[dict[str, Any]]
+) -> str | None:
+    """Say why no operator covers a pipeline: a key of :data:`CAUSES`, or None."""
+    if len(ops) != 3 or not _is_mlp(type(ops[0]), type(ops[1]), type(ops[2])):
+        return "pipeline"
+    fc1, activation, fc2 = ops
+    assert isinstance(fc1, GroupedLinear)
+    assert isinstance(fc2, GroupedLinear)
+    if len(extra) != 3 + fc2.scale_bias or fc1.scale_bias:
+        return "pipeline"
+    tensors = [extra[0], *extra[2:]]
+    if not all([isinstance(t, torch.Tensor) for t in tensors]) or not isinstance(extra[1], (torch.Tensor, type(None))):
+        return "arguments"
+    for given in keywords:
+        for name, value in given.items():  # unquantised weights are not kept from one micro-batch to the next
+            if name != "is_first_microbatch" or not (value is None or isinstance(value, bool)):
+                return "keywords"
+    if not all([_is_plain(type(p)) for fc in (fc1, fc2) for p in [*fc.weights(), fc.bias]]):
+        return "sharded"
+    if fc1.accumulate_into_main_grad or fc2.accumulate_into_main_grad:
+        return "main_grad"
+    if fc1.delay_wgrad_compute or fc2.delay_wgrad_compute:
+        return "delayed"
+    if registry.forward or registry.backward or len(registry.joint) != 1:
+        return "fusions"
+    if registry.joint[0] is not patterns.fuse_grouped_mlp:
+        return "fusions"
+    for op in (fc1, activation, fc2):
+        if op._recipe is not None and in_force.replay is not None:
+            return "replay"
+        flag = getattr(_recipe_of(op), FLAG, None)
+        if flag is not None and not isinstance(flag, bool):
+            return "flag"
+    quantizing = [recipe for recipe in (_recipe_of(fc1), _recipe_of(fc2)) if not _is_unquantized(recipe)]
+    if not quantizing:
+        return None
+    first = [value for given in keywords for value in given.values() if value is not None]
+    if first or not all([_is_stateless(recipe) for recipe in quantizing]) or isinstance(x, PrequantizedTensor):
+        return "stateful"
+    if _autocasts(x.device):
+        return "autocast"
+    if _fusion(ops) != "off" and _has_kernels(x.device, settings.sm100, type(kernels._provider)):
+        return "emulated"
+    return None
+
+
+def _recipe_of(op: BasicOperation) -> Any:
+    """Recipe that counts for an operation."""
+    return in_force.recipe if op._recipe is None else op._recipe
+
+
+def _is_unquantized(recipe: Any) -> bool:
+    return recipe is None or _unquantized(type(recipe))
+
+
+def _is_stateless(recipe: Any) -> bool:
+    """Whether quantising under a recipe needs nothing but its fields; NVFP4 has one that says so."""
+    answer: bool = _stateless(type(recipe), getattr(recipe, "disable_stochastic_rounding", True))
+    return answer
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _stateless(cls: type, rounds_to_nearest: bool) -> bool:
+    return cls in STATELESS and rounds_to_nearest
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(device: torch.device, sm100: str, provider: type) -> bool:
+    """Whether kernels run on a device; the other arguments are there to be guarded on."""
+    return not kernels.provider().unsupported(device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_mlp(fc1: type, activation: type, fc2: type) -> bool:
+    """Whether operations of these classes compute what the operators compute."""
+    pairs = ((fc1, GroupedLinear), (activation, ScaledActivation), (fc2, GroupedLinear))
+    return all(issubclass(cls, base) and not _overridden(cls, base) for cls, base in pairs)
+
+
+#: What a subclass may define anew without computing anything else.
+_HARMLESS = {
+    *("__init__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__"),
+    *("extra_repr", "reset_parameters", "name", "module_type"),
+}
+
+
+def _overridden(cls: type, base: type) -> bool:
+    own = cls.__mro__[: cls.__mro__.index(base)]
+    return any(hasattr(base, name) and name not in _HARMLESS for sub in own for name in vars(sub))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_plain(parameter: type) -> bool:
+    return parameter.__name__ != "DTensor"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unquantized(recipe: type) -> bool:
+    """Whether recipes of a class, ours or foreign, quantise nothing."""
+    return class_kind(recipe) == "high_precision"
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+
+def _operator(ops: Sequence[Any], x: torch.Tensor, extra: Sequence[Any]) -> torch.Tensor:
+    """Call the operator of a pipeline that :func:`_cause` has nothing against."""
+    fc1, activation, fc2 = ops
+    sizes1, probs, sizes2 = extra[:3]
+    scale = extra[3] if fc2.scale_bias else None
+    w1, b1, w2, b2 = fc1.weights(), fc1.bias, fc2.weights(), fc2.bias
+    dtype = w1[0].dtype
+    if _autocasts(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, w1, w2 = x.to(dtype), w1.to(dtype), w2.to(dtype)
+        x, w1, w2 = x.to(dtype), [w.to(dtype) for w in w1], [w.to(dtype) for w in w2]
     b1 = None if b1 is None else b1.to(dtype)
     b2 = None if b2 is None else b2.to(dtype)
-    y, _, _ = torch.ops.cute_grouped_mlp.mlp_forward(
+    configuration = _text(
+        *(activation.activation, activation.glu_interleave_size, activation.params, _fusion(ops)),
+        *(_recipe_text(fc1), _recipe_text(fc2)),
+    )
+    needs = 0
+    if torch.is_grad_enabled():
+        wanted = (([x], NEED_X), (w1, NEED_W1), ([b1], NEED_B1), ([probs], NEED_PROBS), (w2, NEED_W2), ([b2], NEED_B2))
+        for tensors, bit in (*wanted, ([scale], NEED_SCALE)):
+            if any([t is not None and t.requires_grad for t in tensors]):
+                needs += bit
+    operator = torch.ops.cute_grouped_mlp.mlp_forward
+    if _reads_sizes(_shape(fc1), _shape(fc2), dtype, x.device, settings.sm100, type(kernels._provider)):
+        operator = torch.ops.cute_grouped_mlp.mlp_forward_reading_sizes
+    y, _, _ = operator(
         x.reshape(-1, x.shape[-1]),
         w1,
         b1,
@@ -112,232 +342,71 @@ def _traced(
         b2,
         None if scale is None else scale.reshape(-1),
         sizes2,
-        choice,
+        configuration,
+        needs,
     )
-    result: torch.Tensor = y
+    result: torch.Tensor = y.reshape(*x.shape[:-1], y.shape[-1])
     return result
 
 
+def _shape(fc: GroupedLinear) -> tuple[int, int, int]:
+    return fc.num_groups, fc.in_features, fc.out_features
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose(
-    number: int,
-    text: str,
-    stamp: str,
+def _reads_sizes(
+    shape1: tuple[int, int, int],
+    shape2: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    grad: bool,
-    x_requires_grad: bool,
-    probs_require_grad: bool,
-    scale_requires_grad: bool,
-) -> int:
-    """Plan a call while it is traced: NEED_* bits and, above them, the operation's number; -1: no operator covers it.
+    sm100: str,
+    provider: type,
+) -> bool:
+    """Whether there are no kernels for both layers, so that plain torch may read the split sizes on the host.
 
-    ``stamp`` is there to be guarded on.
+    The last two arguments are there to be guarded on.
     """
-    recipe = in_force.recipe
-    if text != (NO_RECIPE if recipe is None else getattr(recipe, TEXT, None)):
-        return -1  # autocast was entered inside the function that is traced, which has not happened yet
-    fuser = by_number[number]
-    x: Any = SimpleNamespace(dtype=dtype, device=device, requires_grad=x_requires_grad)
-    probs: Any = SimpleNamespace(requires_grad=probs_require_grad)
-    scale: Any = SimpleNamespace(requires_grad=scale_requires_grad)
-    extra = (None, probs, None, scale)[: fuser.num_extra_inputs]
-    boundary = fuser.boundary(x_requires_grad, extra) if grad else len(fuser.basic_ops)
-    plan = fuser.select(recipe, boundary, x, fuser.parameters())
-    op = plan.forward_ops[0][0]
-    covered = (
-        not fuser.hooked  # what they prepare is no function of tensors
-        and len(plan.forward_ops) == 1
-        and type(op) is FusedGroupedMLP
-        and plan.backward_ops[0][0] is op
-        and op.compilable()
-        and all(isinstance(fuser.basic_ops[i], GroupedLinear) for i in (0, 2))
-    )
-    if not covered:
-        return -1
-    assert isinstance(op, FusedGroupedMLP)
-    fuser.last_plan = plan
-    needs = op.needs(make_contexts(3, boundary, x_requires_grad), probs, scale)
-    index = next((i for i, known in fuser.compiled.items() if known is op), len(fuser.compiled))
-    fuser.compiled[index] = op
-    return ((number << 16) + index << _BITS) + needs
+    return any(kernel_problems(LinearShape(*shape, dtype, device)) for shape in (shape1, shape2))
 
 
-def _operation(choice: int) -> tuple[FusedGroupedMLP, int]:
-    """Return the operation of a choice, and its NEED_* bits."""
-    which, needs = choice >> _BITS, choice & (1 << _BITS) - 1
-    fuser = by_number.get(which >> 16)
-    op = None if fuser is None else fuser.compiled.get(which & 0xFFFF)
-    if not isinstance(op, FusedGroupedMLP):
-        raise GroupedMLPError("a compiled graph outlived the module that it was compiled from")
-    return op, needs
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-_REASON = (
-    "no operator covers this call of cute_grouped_mlp, whose explain(...) shows its plan: only the fused grouped MLP "
-    "has one, without quantisation, main_grad, delayed weight gradients and weights as a list"
-)
+def _fusion(ops: Sequence[Any]) -> str:
+    """Say what the recipes and the settings ask for: a policy of :class:`Configuration`."""
+    flags = [getattr(_recipe_of(op), FLAG, None) for op in ops]
+    if any([flag is False for flag in flags]) or (any([flag is None for flag in flags]) and not settings.fuse):
+        return "off"
+    return "demanded" if any([flag is True for flag in flags]) else "default"
 
 
-@torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator, no-untyped-call]
-def _run(fuser: OperationFuser, x: Any, extra_inputs: Any, basic_op_kwargs: Any) -> Any:
-    return fuser.run(x, extra_inputs, basic_op_kwargs)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _text(
+    activation: str,
+    glu_interleave_size: int | None,
+    params: tuple[float, ...],
+    fusion: str,
+    recipe1: str | None,
+    recipe2: str | None,
+) -> str:
+    return str(Configuration(activation, glu_interleave_size, params, fusion, (recipe1, recipe2)))
 
 
-# Operators ------------------------------------------------------------------------------------------------------------
+def _recipe_text(fc: GroupedLinear) -> str | None:
+    """Write the recipe under which a layer is quantised, from fields that are guarded on."""
+    recipe = _recipe_of(fc)
+    if _is_unquantized(recipe):
+        return None
+    text: str = _written(type(recipe), *[getattr(recipe, name) for name in _field_names(type(recipe))])
+    return text
 
 
-@torch.library.custom_op("cute_grouped_mlp::mlp_forward", mutates_args=())
-def mlp_forward(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    probs: torch.Tensor | None,
-    sizes1: torch.Tensor,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    sizes2: torch.Tensor,
-    choice: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward of the fused grouped MLP.
-
-    Parameters
-    ----------
-    x : Tensor (T, H)
-    w1, b1, probs, sizes1, w2, b2, scale, sizes2
-        As :meth:`FusedGroupedMLP.functional_forward` takes them.
-    choice
-        The operation, and the gradients that will be asked for.
-
-    Returns
-    -------
-    y, z, a
-        z and a are empty where backward does not read them from forward.
-    """
-    op, needs = _operation(choice)
-    y, z, a = op.functional_forward(x, w1, b1, probs, sizes1, w2, b2, scale, sizes2, needs)
-    if settings.debug_checks:
-        kernels.provider().check_status(x.device)
-    nothing = x.new_empty(0)
-    rows = (len(x),) if needs & NEED_Z else (0,)
-    z = x.new_empty(*rows, w1.shape[1]) if z is None and needs & NEED_Z else nothing if z is None else z
-    return y, z, _kept(x, a, w2.shape[2], needs)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _field_names(cls: type[Recipe]) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
 
 
-def _kept(x: torch.Tensor, a: torch.Tensor | None, ffn: int, needs: int) -> torch.Tensor:
-    """Return the a that backward reads from forward, or nothing."""
-    if a is not None:
-        return a
-    return x.new_empty(len(x), ffn) if _keeps_a(needs) else x.new_empty(0)
-
-
-def _keeps_a(needs: int) -> bool:
-    return bool(needs & NEED_W2) and not needs & NEED_Z
-
-
-@mlp_forward.register_fake
-def _(
-    x: Any, w1: Any, b1: Any, probs: Any, sizes1: Any, w2: Any, b2: Any, scale: Any, sizes2: Any, choice: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    needs = choice & (1 << _BITS) - 1
-    z = x.new_empty(x.shape[0], w1.shape[1]) if needs & NEED_Z else x.new_empty(0)
-    a = x.new_empty(x.shape[0], w2.shape[2]) if _keeps_a(needs) else x.new_empty(0)
-    return x.new_empty(x.shape), z, a
-
-
-@torch.library.custom_op("cute_grouped_mlp::mlp_backward", mutates_args=())
-def mlp_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    z: torch.Tensor,
-    a: torch.Tensor,
-    probs: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    sizes1: torch.Tensor,
-    sizes2: torch.Tensor,
-    choice: int,
-) -> list[torch.Tensor]:
-    """Backward of the fused grouped MLP.
-
-    Parameters
-    ----------
-    dy : Tensor (T, H)
-    x, w1, w2, b2, z, a, probs, scale, sizes1, sizes2
-        What forward took and returned.
-    choice
-        The operation, and the gradients that are asked for.
-
-    Returns
-    -------
-    list of Tensor
-        Those of dx, dW1, db1, dprobs, dW2, db2 and dscale that are asked for.
-    """
-    op, needs = _operation(choice)
-    grads = op.functional_backward(
-        dy,
-        x,
-        w1,
-        w2,
-        b2,
-        z if needs & NEED_Z else None,
-        a if _keeps_a(needs) else None,
-        probs,
-        scale,
-        sizes1,
-        sizes2,
-        needs,
-    )
-    if settings.debug_checks:
-        kernels.provider().check_status(x.device)
-    return [grad for grad, bit in zip(grads, _NEEDS, strict=True) if grad is not None and needs & bit]
-
-
-@mlp_backward.register_fake
-def _(
-    dy: Any,
-    x: Any,
-    w1: Any,
-    w2: Any,
-    b2: Any,
-    z: Any,
-    a: Any,
-    probs: Any,
-    scale: Any,
-    sizes1: Any,
-    sizes2: Any,
-    choice: int,
-) -> list[torch.Tensor]:
-    groups, hidden = w2.shape[:2]
-    likes = (
-        (x, x.shape),
-        (w1, w1.shape),
-        (w1, w1.shape[:2]),
-        (probs, None if probs is None else probs.shape),
-        (w2, w2.shape),
-        (w2, (groups, hidden)),
-        (scale, None if scale is None else scale.shape),
-    )
-    return [like.new_empty(shape) for (like, shape), bit in zip(likes, _NEEDS, strict=True) if choice & bit]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, w1, _, probs, sizes1, w2, b2, scale, sizes2, choice = inputs
-    _, z, a = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w1, w2, b2, z, a, probs, scale, sizes1, sizes2)
-    ctx.choice = choice
-
-
-def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if dy is None:
-        return (None,) * 10
-    found = iter(torch.ops.cute_grouped_mlp.mlp_backward(dy.contiguous(), *ctx.saved_tensors, ctx.choice))
-    dx, dw1, db1, dprobs, dw2, db2, dscale = (next(found) if ctx.choice & bit else None for bit in _NEEDS)
-    return dx, dw1, db1, dprobs, None, dw2, db2, dscale, None, None
-
-
-mlp_forward.register_autograd(_backward, setup_context=_setup_context)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _written(cls: type[Recipe], *values: Any) -> str:
+    return recipe_text_of(cls, values)

@@ -87,10 +87,6 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         self._quantizers = quantizers
         self._alphas = quantized.planned_alphas(quantized.of_linear(quantizers[0]))
 
-    def compilable(self) -> bool:
-        """False: quantisation state is not a function of tensors alone."""
-        return False
-
     # Kernels ----------------------------------------------------------------------------------------------------------
 
     def step_specs(self, variant: Variant) -> dict[str, KernelSpec]:

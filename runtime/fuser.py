@@ -7,7 +7,6 @@ dtypes, parameter shapes, settings) these two are the whole key.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import warnings
@@ -144,11 +143,6 @@ def _own_recipe(op: BasicOperation) -> Snapshot | None:
     return None if op.recipe is None else snapshot(op.recipe)
 
 
-#: Fusers that are alive, by :attr:`OperationFuser.number`.
-by_number: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
 class OperationFuser:
     """Plans and runs a pipeline of operations.
 
@@ -170,10 +164,6 @@ class OperationFuser:
         Operations that prepare each forward, with their indices.
     apart : str or None
         Why the pipeline is one operation that is not run with its neighbours; None: it is not so.
-    number : int
-        Of this fuser, in this process.
-    compiled : dict of int to FusibleOperation
-        Fused operations that graphs of ``torch.compile`` use.
     """
 
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
@@ -193,10 +183,6 @@ class OperationFuser:
         self._state_key: tuple[Any, ...] | None = None
         self._reported: set[str] = set()
         self.apart: str | None = None
-        # What torch.compile's graphs refer to: numbers of fusers, and the fused operations that they chose.
-        self.number = next(_numbers)
-        self.compiled: dict[int, FusibleOperation] = {}
-        by_number[self.number] = self
 
     # Running ----------------------------------------------------------------------------------------------------------
 

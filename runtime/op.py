@@ -252,6 +252,10 @@ class BasicOperation(FusibleOperation):
         **kwargs
             Keyword arguments of its forward.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from . import compiled
+
+            return compiled.alone(self, input, extra_inputs, kwargs)
         return self.fuser(input, *extra_inputs, basic_op_kwargs=[kwargs])
 
     @property

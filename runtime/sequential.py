@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,9 +13,6 @@ from .fuser import OperationFuser
 from .op import BasicOperation, FusibleOperation, expand
 
 _tracing = torch.compiler.is_dynamo_compiling
-#: Containers that are alive, by number: torch.compile passes constants to what runs while it traces.
-by_number: weakref.WeakValueDictionary[int, Sequential] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _grouping = threading.RLock()
 
 
@@ -79,15 +74,12 @@ class Sequential(torch.nn.Module):
         Operations or any other modules, or one mapping from names to them.
     """
 
-    number: int
-
     def __init__(self, *modules: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
         self._groups: list[OperationFuser | Apart | torch.nn.Module] = []
         self._grouped: tuple[Any, ...] | None = None
         self._hooked: tuple[bool, ...] = ()
         self._num_extra_inputs = 0
-        self._register()
         for module in modules:
             if isinstance(module, torch.nn.Module):
                 self.append(module)
@@ -160,12 +152,8 @@ class Sequential(torch.nn.Module):
 
     # Pipelines --------------------------------------------------------------------------------------------------------
 
-    def _register(self) -> None:
-        self.__dict__["number"] = next(_numbers)
-        by_number[self.number] = self
-
     def _ungroup(self) -> None:
-        """Have the next call group the modules anew, and a graph that was made of these groups not be taken."""
+        """Have the next call group the modules anew."""
         self.__dict__.update(_groups=[], _grouped=None)
 
     def module_groups(self) -> list[OperationFuser | Apart | torch.nn.Module]:
@@ -249,25 +237,20 @@ class Sequential(torch.nn.Module):
         ShapeError
             If the number of extra inputs is wrong.
         """
-        tracing = _tracing()
-        if tracing:
+        if _tracing():
             from . import compiled
 
-            compiled.group(self.number)
-            groups = self._groups
-        else:
-            modules = tuple(self._modules.values())
-            same = modules == self._grouped and _hooked(modules) == self._hooked
-            groups = self._groups if same else self.module_groups()
+            return compiled.forward(self, input, extra_inputs, op_kwargs)
+        modules = tuple(self._modules.values())
+        same = modules == self._grouped and _hooked(modules) == self._hooked
+        groups = self._groups if same else self.module_groups()
         if len(extra_inputs) != self._num_extra_inputs:
             takers = [f"{type(op).__name__}: {op.num_extra_inputs}" for f in self.fusers for op in f.basic_ops]
             raise ShapeError(
                 f"got {len(extra_inputs)} extra inputs, expected {self._num_extra_inputs} ({', '.join(takers)})"
             )
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
-            only = groups[0]
-            return only(input, *extra_inputs) if tracing else only.run(input, extra_inputs, None)
-        kwargs = self._kwargs_by_op(op_kwargs) if op_kwargs else None
+            return groups[0].run(input, extra_inputs, None)
         x: Any = input
         outputs: list[Any] = []
         at = 0
@@ -277,12 +260,31 @@ class Sequential(torch.nn.Module):
                 continue
             extra = extra_inputs[at : at + group.num_extra_inputs]
             at += group.num_extra_inputs
-            of_group = None if kwargs is None else [kwargs.get(id(op), {}) for op in group.basic_ops]
-            x = group(x, *extra, basic_op_kwargs=of_group)
+            x = group(x, *extra, basic_op_kwargs=self.kwargs_of(group, op_kwargs))
             if isinstance(x, tuple):
                 outputs.extend(x[1:])
                 x = x[0]
         return (x, *outputs) if outputs else x
+
+    def kwargs_of(
+        self, group: OperationFuser | Apart, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None
+    ) -> list[dict[str, Any]] | None:
+        """Return the keyword arguments of each basic operation of a group; None where there are none at all.
+
+        Parameters
+        ----------
+        group, op_kwargs
+            One of :meth:`module_groups`, and what :meth:`forward` takes.
+
+        Raises
+        ------
+        FusionError
+            If they name something that is no basic operation of this container.
+        """
+        if not op_kwargs:
+            return None
+        by_op = self._kwargs_by_op(op_kwargs)
+        return [by_op.get(id(op), {}) for op in group.basic_ops]
 
     def _kwargs_by_op(self, op_kwargs: Mapping[BasicOperation | int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         members = {id(op) for module in self if isinstance(module, FusibleOperation) for op in expand([module])}
@@ -297,7 +299,3 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": [], "_grouped": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._register()

@@ -98,13 +98,10 @@ class ScaledActivation(BasicOperation):
         if input_.dtype not in checks.FLOATS:
             problems.append(f"input is {input_.dtype}, allowed: a floating-point type")
         checks.require(type(self).__name__, problems)
-        rows = None if probs is None else probs.reshape(input_.shape[:-1])
-        z = input_.to(_math_dtype(input_.dtype))
-        a = reference.activation_forward(self.activation, z, rows, self.glu_interleave_size, self.params)
         if ctx.requires_grad:
             ctx.save_for_backward(input_, probs)
             ctx.probs_require_grad = probs is not None and probs.requires_grad
-        return a.to(input_.dtype), [()]
+        return self.values(input_, probs), [()]
 
     def fuser_backward(
         self,
@@ -117,21 +114,42 @@ class ScaledActivation(BasicOperation):
         ctx = basic_op_ctxs[0]
         z, probs = ctx.saved_tensors
         assert z is not None
-        math_dtype = _math_dtype(z.dtype)
+        dz, dprobs = self.gradients(grad_output, z, probs)
+        return (dz if ctx.input_requires_grad else None), [()], [(dprobs if ctx.probs_require_grad else None,)]
+
+    def values(self, z: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
+        """Compute a in fp32 and round it once, to the type of z.
+
+        Parameters
+        ----------
+        z : Tensor (..., 2F), or (..., F) without a gate
+        probs : Tensor with an element for each row, or None
+        """
+        rows = None if probs is None else probs.reshape(z.shape[:-1])
+        wide = z.to(_math_dtype(z.dtype))
+        a = reference.activation_forward(self.activation, wide, rows, self.glu_interleave_size, self.params)
+        return a.to(z.dtype)
+
+    def gradients(
+        self, grad: torch.Tensor, z: torch.Tensor, probs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute dz in fp32, rounded once to the type of z, and dprobs in the type of probs; None without probs.
+
+        Parameters
+        ----------
+        grad : Tensor (..., F)
+            Gradient of a.
+        z, probs
+            As :meth:`values` takes them.
+        """
+        wide = _math_dtype(z.dtype)
         rows = None if probs is None else probs.reshape(z.shape[:-1])
         dz, dprobs = reference.activation_backward(
-            self.activation,
-            grad_output.to(math_dtype),
-            z.to(math_dtype),
-            rows,
-            self.glu_interleave_size,
-            self.params,
+            self.activation, grad.to(wide), z.to(wide), rows, self.glu_interleave_size, self.params
         )
-        if probs is None or dprobs is None or not ctx.probs_require_grad:
-            dprobs = None
-        else:
-            dprobs = dprobs.to(probs.dtype).reshape(probs.shape)
-        return (dz.to(z.dtype) if ctx.input_requires_grad else None), [()], [(dprobs,)]
+        if probs is None or dprobs is None:
+            return dz.to(z.dtype), None
+        return dz.to(z.dtype), dprobs.to(probs.dtype).reshape(probs.shape)
 
     # The layout of the gate and up columns travels with the weights (cases.md, N11).
 

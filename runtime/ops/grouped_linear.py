@@ -171,20 +171,7 @@ class GroupedLinear(BasicOperation):
 
     def is_packed(self) -> bool:
         """Whether the weights lie in one storage in order, so that they are one (G, out, in) tensor."""
-        weights = self.weights()
-        if len(weights) == 1:
-            return bool(local(weights[0]).is_contiguous())
-        if not PLAIN.issuperset(map(type, weights)):
-            return False
-        first, step = weights[0], weights[0].numel() * weights[0].element_size()
-        storage = first.untyped_storage().data_ptr()
-        return all(
-            w.is_contiguous()
-            and w.dtype == first.dtype
-            and w.untyped_storage().data_ptr() == storage
-            and w.data_ptr() == first.data_ptr() + group * step
-            for group, w in enumerate(weights)
-        )
+        return are_packed(self.weights())
 
     def fuser_stamp(self) -> Any:
         """Packed or not, which plans depend on."""
@@ -201,11 +188,7 @@ class GroupedLinear(BasicOperation):
                 f"GroupedLinear: weights as a list are {' and '.join(kinds)}, allowed: plain tensors. Apply "
                 "fully_shard to the GroupedMLP, not to fc1 or fc2; to shard by experts use single_grouped_weight=True"
             )
-        if not self.is_packed():
-            return torch.stack([w.detach() for w in weights])
-        shape = (self.num_groups, self.out_features, self.in_features)
-        step = self.out_features * self.in_features
-        return weights[0].detach().as_strided(shape, (step, self.in_features, 1))
+        return pack([w.detach() for w in weights])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
@@ -526,6 +509,40 @@ class GroupedLinear(BasicOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}
+
+
+def are_packed(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether weights of the groups lie in one storage in order; of a single one, whether it is contiguous."""
+    first = weights[0]
+    if len(weights) == 1:
+        return bool(local(first).is_contiguous())
+    if not PLAIN.issuperset(map(type, weights)):
+        return False
+    step, storage = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
+    return all(
+        w.is_contiguous()
+        and w.dtype == first.dtype
+        and w.untyped_storage().data_ptr() == storage
+        and w.data_ptr() == first.data_ptr() + group * step
+        for group, w in enumerate(weights)
+    )
+
+
+def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one tensor (G, out, in): a view where the weights are packed, else a copy.
+
+    Parameters
+    ----------
+    weights
+        One of that shape, or G of shape (out, in).
+    """
+    first = weights[0]
+    if first.dim() == 3:
+        return first
+    if not are_packed(weights):
+        return torch.stack([*weights])
+    rows, columns = first.shape
+    return first.as_strided((len(weights), rows, columns), (rows * columns, columns, 1))
 
 
 def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:

@@ -5,8 +5,11 @@ import time
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import cute_grouped_mlp as cgm
+from cute_grouped_mlp.operators import Configuration
+from cute_grouped_mlp.step import NEED_PROBS, NEED_W1, NEED_W2, NEED_X
 
 # importing Inductor warns about torch's own use of torch.jit
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -68,16 +71,66 @@ def test_e10_with_the_default_backend():
         assert_same(found, gradients(module, module, *operands()))
 
 
+def configuration(module):
+    activation = module.activation
+    return str(Configuration(activation.activation, activation.glu_interleave_size, activation.params))
+
+
 def test_e10_opcheck():
-    torch.compiler.reset()
     module = Layer().experts
-    args = operands()
-    gradients(torch.compile(module, backend="aot_eager", fullgraph=True), module, *args)
-    fuser, (fc1, _, fc2) = module.fuser, module.fuser.basic_ops
-    ((index, _),) = fuser.compiled.items()
-    choice = ((fuser.number << 16) + index << 8) + 0b11011
-    arguments = (args[0], fc1.weight, None, args[2], args[1], fc2.weight, None, None, args[1], choice)
-    torch.library.opcheck(torch.ops.cute_grouped_mlp.mlp_forward, arguments)
+    x, sizes, probs = operands()
+    needs = NEED_X | NEED_W1 | NEED_PROBS | NEED_W2
+    arguments = (x, [module.fc1.weight], None, probs, sizes, [module.fc2.weight], None, None, sizes)
+    torch.library.opcheck(torch.ops.cute_grouped_mlp.mlp_forward, (*arguments, configuration(module), needs))
+
+
+def test_e10_twelve_equal_blocks_have_one_graph():
+    torch.compiler.reset()
+    counter, blocks = CompileCounterWithBackend("aot_eager"), [Layer() for _ in range(12)]
+    for block in blocks:
+        graph = torch.compile(block, backend=counter, fullgraph=True)
+        assert_same(gradients(graph, block, *operands()), gradients(block, block, *operands()))
+    assert counter.frame_count == 1
+
+
+def test_e10_a_functional_call_of_a_module_on_the_meta_device():
+    """F15: it is planned for the device of the tensors, where kernels run, and not for the module's own."""
+    torch.compiler.reset()
+    real, module = Layer().experts, Layer().experts.to("meta")
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in real.named_parameters()}
+
+    def call(*args):
+        return torch.func.functional_call(module, parameters, args)
+
+    x, sizes, probs = operands()
+    y = torch.compile(call, backend="aot_eager", fullgraph=True)(x, sizes, probs)
+    found = [y.detach(), *torch.autograd.grad(y, (x, probs, *parameters.values()), torch.ones_like(y))]
+    assert_same(found, gradients(real, real, x, sizes, probs))
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(32, 37), (32, 12), (128, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_e10_features_and_types_that_no_kernel_takes(hidden, ffn, dtype, mode):
+    """Plain torch may read the split sizes on the host there: that operator is no part of a CUDA graph."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module = cgm.GroupedMLP(len(SPLITS), hidden, ffn, device="cuda", dtype=dtype)
+    _, sizes, probs = operands()
+    x = torch.randn(sum(SPLITS), hidden, device="cuda").to(dtype).requires_grad_()
+    graph = torch.compile(module, fullgraph=True, mode=mode)
+    expected = gradients(module, module, x, sizes, probs)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same([t.clone() for t in gradients(graph, module, x, sizes, probs)], expected)
+
+
+def test_e10_weights_as_a_list():
+    torch.compiler.reset()
+    module = Layer(single_grouped_weight=False)
+    graph = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert_same(gradients(graph, module, *operands()), gradients(module, module, *operands()))
 
 
 def test_e10_eager_calls_do_not_become_slower():

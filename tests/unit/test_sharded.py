@@ -129,3 +129,20 @@ def test_fully_shard_of_the_module(mesh, launched):
     assert is_fused(module)
     assert torch.equal(y, expected[0])
     assert torch.equal(module.fc1.weight.grad.full_tensor(), expected[3])
+
+
+# torch 2.13 looks at .grad of the output when it resumes after a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_compile_leaves_sharded_weights_out_of_the_graph(mesh, launched):
+    """E10: with the reason, and with the numbers of the call without torch.compile."""
+    torch.compiler.reset()
+    module = module_of()
+    for name, p in list(module.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        sharded = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+        setattr(module.get_submodule(owner), attribute, sharded)
+    expected = module(*inputs())
+    torch.testing.assert_close(torch.compile(module, backend="aot_eager")(*inputs()), expected, rtol=0, atol=0)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="parameters are DTensors"):
+        torch.compile(module, backend="aot_eager", fullgraph=True)(*inputs())
