@@ -1,6 +1,7 @@
 """The plain-torch reference, and the reference of each kernel (acceptance.md, section E)."""
 
 import ast
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import cute_grouped_mlp as cgm
 from cute_grouped_mlp import reference
 from cute_grouped_mlp.codegen.activations import ACTIVATIONS
 from cute_grouped_mlp.codegen.select import step_specs
-from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass
+from cute_grouped_mlp.codegen.signature import gemm_tensors
+from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass, Schedule, TileConfig
 from cute_grouped_mlp.reference_kernels import example_arguments, reference_kernel
 
 FORMULAS = {
@@ -163,9 +165,56 @@ def test_reference_kernels_take_the_arguments_of_the_rendered_ones(activation, p
         arguments, _ = example_arguments(spec, sizes=[5, 0, 20], tokens=30, n=24, k=16, device="cpu")
         assert names[-2:] == ["num_ctas", "stream"], spec.name
         assert len(names) - 2 == len(arguments), (spec.name, names)
+        if spec.kernel.is_gemm:
+            check_tensors(spec, names, arguments)
         kinds = ["Tensor" if isinstance(a, torch.Tensor) else "Float32" for a in arguments]
         annotations = [ast.unparse(a.annotation) for a in launch.args.args[:-2]]
         assert all(kind in annotation for kind, annotation in zip(kinds, annotations, strict=True)), spec.name
+
+
+TYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}
+
+
+def check_tensors(spec, names, arguments):
+    """Each tensor has the type and the extents of the parameter in its place; all extents differ."""
+    glu = 2 if spec.activation is not None and ACTIVATIONS[spec.activation].glu else 1
+    extents = {"tokens": 30, "groups": 3, "contraction": 16, "columns": 24, "z_columns": 24 * glu, "1": 1}
+    if spec.kernel is Pass.WGRAD:
+        extents |= {"rows": 24, "columns": 16}
+    if spec.tile is not None:
+        extents["n_tiles"] = -(-24 // spec.tile.tile_n)
+    declared = gemm_tensors(spec)
+    assert names[: len(declared)] == [argument.name for argument in declared]
+    for argument, given in zip(declared, arguments, strict=False):
+        assert given.dtype is TYPES[argument.dtype], (spec.name, argument.name)
+        assert given.shape == tuple(extents[e] for e in argument.shape), (spec.name, argument.name)
+    assert not any(isinstance(a, torch.Tensor) for a in arguments[len(declared) :])
+
+
+def test_reference_kernels_take_each_tensor_in_its_place():
+    """In every variant of every GEMM: optional tensors come and go, and the others stay in their order."""
+    tile = TileConfig(128, 128, 1, 1, Schedule.PINGPONG)
+    switches = {
+        Pass.FPROP_ACT: ("alpha", "bias", "store_z"),
+        Pass.FPROP: ("alpha", "bias"),
+        Pass.DGRAD_ACT: ("alpha", "store_act", "sum_probs"),
+        Pass.DGRAD: ("alpha",),
+        Pass.WGRAD: ("alpha", "accumulate"),
+    }
+    seen = 0
+    for kernel, names in switches.items():
+        for values in itertools.product((False, True), repeat=len(names)):
+            given = dict(zip(names, values, strict=True))
+            for probs in (None, DType.FP32, DType.BF16):
+                scaled = kernel.has_activation or (kernel is Pass.FPROP and given["bias"])
+                activation = "swiglu" if kernel.has_activation else None
+                fields = {"activation": activation, "probs": probs if scaled else None, **given}
+                spec = KernelSpec(Arch.SM90A, kernel, tile=tile, **fields)
+                arguments, _ = example_arguments(spec, sizes=[5, 0, 20], tokens=30, n=24, k=16, device="cpu")
+                check_tensors(spec, [argument.name for argument in gemm_tensors(spec)], arguments)
+                reference_kernel(spec)(*arguments, 132)
+                seen += 1
+    assert seen == 3 * (8 + 4 + 8 + 2 + 4)
 
 
 def test_reference_kernels_are_a_provider():

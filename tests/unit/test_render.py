@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import gc
 import hashlib
+import inspect
 import itertools
 import json
 import re
@@ -13,7 +14,6 @@ import sys
 import threading
 import time
 from importlib import resources
-from pathlib import Path
 
 import jinja2
 import jinja2.meta
@@ -152,24 +152,62 @@ def templates():
     return sorted(str(f) for folder in folders for f in folder.iterdir() if f.name.endswith(".jinja"))
 
 
+def asked_by(path):
+    """Attributes of ``k`` that a template asks, and the templates that it brings in."""
+    tree = jinja2.Environment().parse(resources.files("cute_grouped_mlp.templates").joinpath(path).read_text())
+    asked = {node.attr for node in tree.find_all(jinja2.nodes.Getattr) if getattr(node.node, "name", "") == "k"}
+    kinds = (jinja2.nodes.FromImport, jinja2.nodes.Import, jinja2.nodes.Include, jinja2.nodes.Extends)
+    return asked, {node.template.value for node in tree.find_all(kinds)}
+
+
+def templates_of(cls):
+    """Every template that a context is rendered with, with what it brings in."""
+    todo = {render.template_name(spec) for spec in SPECS if type(render.context(spec)) is cls}
+    found = set()
+    while todo:
+        path = todo.pop()
+        found.add(path)
+        todo |= asked_by(path)[1] - found
+    return found
+
+
 @pytest.mark.parametrize("path", templates(), ids=lambda p: p.rsplit("/", 1)[1])
 def test_templates_ask_the_context_and_nothing_else(path):
-    """Every attribute of ``k`` exists in a context class, and ``k`` is the only name that comes from outside."""
+    """``k`` is the only name that comes from outside."""
     with open(path) as file:
         tree = jinja2.Environment().parse(file.read())
     imported = {name for node in tree.find_all(jinja2.nodes.FromImport) for name in node.names}
     assert jinja2.meta.find_undeclared_variables(tree) <= {"k", "caller"} | imported
-    asked = {node.attr for node in tree.find_all(jinja2.nodes.Getattr) if getattr(node.node, "name", "") == "k"}
-    known = {name for cls in CONTEXTS for name in dir(cls) if not name.startswith("_")}
-    assert asked <= known
 
 
-def test_the_contexts_hold_nothing_that_no_template_asks():
-    text = "".join(Path(path).read_text() for path in templates())
-    asked = set(re.findall(r"\bk\.(\w+)", text))
-    for cls in CONTEXTS:
-        public = {name for name in vars(cls) if not name.startswith("_")} - {"spec", "tile"}
-        assert public <= asked, f"{cls.__name__}: {sorted(public - asked)}"
+def test_every_template_is_of_some_context():
+    reached = set().union(*map(templates_of, CONTEXTS))
+    root = str(resources.files("cute_grouped_mlp.templates"))
+    assert {path.removeprefix(f"{root}/") for path in templates()} == reached
+
+
+def public_names(cls):
+    """Attributes that the context's own classes define, inherited ones too."""
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("cute_grouped_mlp")]
+    return {name for base in ours for name in vars(base) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("cls", CONTEXTS, ids=lambda c: c.__name__)
+def test_a_context_has_all_that_its_own_templates_ask(cls):
+    for path in templates_of(cls):
+        asked, _ = asked_by(path)
+        missing = asked - {name for name in dir(cls) if not name.startswith("_")}
+        assert not missing, f"{path} asks {sorted(missing)} of a {cls.__name__}"
+
+
+@pytest.mark.parametrize("cls", CONTEXTS, ids=lambda c: c.__name__)
+def test_a_context_holds_nothing_that_nobody_asks(cls):
+    """Its own templates do, or another of its properties does."""
+    asked = set().union(*(asked_by(path)[0] for path in templates_of(cls)))
+    for base in cls.__mro__:
+        if base.__module__.startswith("cute_grouped_mlp"):
+            asked |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(base)))
+    assert public_names(cls) <= asked | {"spec"}, sorted(public_names(cls) - asked)
 
 
 def test_kernels_import_nothing_but_the_dsl():

@@ -4,9 +4,9 @@ The scheduler's text runs as plain Python, each of 32 threads standing for a lan
 a barrier.
 """
 
+import ast
 import dataclasses
 import random
-import re
 import struct
 import threading
 
@@ -27,6 +27,7 @@ class Warp:
 
     def __init__(self):
         self.barrier = threading.Barrier(32)
+        self.block, self.blocks = 0, 1
         self.slots = [0] * 32
         self.local = threading.local()
 
@@ -64,6 +65,12 @@ class Warp:
     @staticmethod
     def make_warp_uniform(value):
         return value
+
+    def block_idx(self):
+        return self.block, 0, 0
+
+    def grid_dim(self):
+        return self.blocks, 1, 1
 
     @staticmethod
     def block_idx_in_cluster():
@@ -105,15 +112,50 @@ class Sizes(list):
         return super().__getitem__(index)
 
 
+ROOTS = ("first_window", "locate", "k_count", "assignment")
+
+
+def definitions(source, scope):
+    """Run those top-level statements of a rendered kernel that its scheduler needs, whichever they are.
+
+    From ``ROOTS`` on, every name that a definition uses and that the module defines is taken along.
+    """
+    tree = ast.parse(source)
+    defined = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            defined |= {
+                name.id: node for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+            }
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = node
+    todo, needed = list(ROOTS), set()
+    while todo:
+        name = todo.pop()
+        if name in scope or name not in defined or name in needed:
+            assert name not in ROOTS or name in defined, f"the kernel has no {name}"
+            continue
+        needed.add(name)
+        nodes = list(ast.walk(defined[name]))
+        loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        todo += loaded - own
+    wanted = {id(defined[name]) for name in needed}
+    body = [node for node in tree.body if id(node) in wanted]
+    exec(compile(ast.Module(body, []), "<scheduler>", "exec"), scope)
+
+
 def scheduler(spec, warp):
-    """The schedule section of a rendered kernel as a namespace of plain Python functions."""
-    source = render(spec).source
-    section = re.search(r"# -+ schedule\n(.*?)\ndef ragged|$", source, re.DOTALL).group(1)
-    section = section.split("\nEXTENT")[0]
-    constants = re.search(r"\nTILE_M, .*?\n# named barriers", source, re.DOTALL).group()
+    """The scheduler of a rendered kernel as a namespace of plain Python functions."""
     arch = type("arch", (), {n: staticmethod(getattr(warp, n)) for n in dir(warp) if not n.startswith("_")})
     cute = type("cute", (), {"jit": staticmethod(lambda f: f), "arch": arch, "Tensor": list})
     cutlass = type("cutlass", (), {"range_constexpr": range, "range": staticmethod(lambda *a, unroll=1: range(*a))})
+    fields = (
+        ("tokens", "groups", "m_tiles", "n_tiles")
+        if spec.kernel is Pass.WGRAD
+        else ("tokens", "groups", "n_tiles", "k_tiles")
+    )
     scope = {
         "cute": cute,
         "cutlass": cutlass,
@@ -121,15 +163,9 @@ def scheduler(spec, warp):
         "Boolean": bool,
         "Float32": Float32,
         "dataclass": dataclasses.dataclass,
+        "Problem": dataclasses.make_dataclass("Problem", fields),
     }
-    exec(re.sub(r"STAGE_BYTES.*|Z_BYTES.*", "", constants), scope)
-    fields = (
-        ("tokens", "groups", "m_tiles", "n_tiles")
-        if spec.kernel is Pass.WGRAD
-        else ("tokens", "groups", "n_tiles", "k_tiles")
-    )
-    scope["Problem"] = dataclasses.make_dataclass("Problem", fields)
-    exec(section, scope)
+    definitions(render(spec).source, scope)
     return scope
 
 
@@ -139,16 +175,17 @@ def tiles_of(spec, sizes, tokens, clusters, **extents):
     scope = scheduler(spec, warp)
     problem = scope["Problem"](tokens=tokens, groups=len(sizes), **extents)
     status, sizes = Status([0]), Sizes(sizes)
+    ctas = spec.tile.cluster_m * spec.tile.cluster_n
+    warp.blocks = clusters * ctas
 
     def cluster(number):
+        warp.block = number * ctas  # the first CTA of the cluster
+
         def lane():
             window = scope["first_window"](sizes, problem, status)
             found, turn = [], 0
             while True:
-                index = turn * clusters + number
-                if spec.kernel is Pass.WGRAD and turn % 2:
-                    index = turn * clusters + clusters - 1 - number
-                tile, window = scope["locate"](index, window, sizes, problem, status)
+                tile, window = scope["locate"](scope["assignment"](turn), window, sizes, problem, status)
                 if not tile.live:
                     return found
                 found.append((tile.group, tile.m, tile.n, tile.row, tile.rows, scope["k_count"](tile, problem)))
