@@ -287,3 +287,12 @@ def test_e10_other_modules_among_operations():
     x, sizes, probs = inputs()
     arguments = (x, sizes, probs, sizes, sizes, probs)
     assert_same(step(compiled(module), module, *arguments), step(module, module, *arguments))
+
+
+def test_e10_a_lone_operation_is_a_graph_break():
+    linear = cgm.GroupedLinear(G, H, F, dtype=torch.bfloat16)
+    x, sizes, _ = inputs()
+    torch.testing.assert_close(compiled(linear)(x, sizes), linear(x, sizes), rtol=0, atol=0)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="operators exist for GroupedLinear, activation"):
+        compiled(linear, fullgraph=True)(x, sizes)

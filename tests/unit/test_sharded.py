@@ -133,8 +133,8 @@ def test_fully_shard_of_the_module(mesh, launched):
 
 # torch 2.13 looks at .grad of the output when it resumes after a graph break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_torch_compile_leaves_sharded_weights_out_of_the_graph(mesh, launched):
-    """E10: with the reason, and with the numbers of the call without torch.compile."""
+def test_e10_sharded_weights_are_left_out_of_the_graph(mesh, launched):
+    """With the reason, and with the numbers of the call without torch.compile."""
     torch.compiler.reset()
     module = module_of()
     for name, p in list(module.named_parameters()):
