@@ -384,8 +384,8 @@ class FusedGroupedMLP(MLPKernels):
     def compilable(self) -> bool:
         """Whether a step is a function of its tensors alone, as the operators of :mod:`.compiled` must be."""
         linears = (self._fc1, self._fc2)
-        return not any(
-            fc.accumulate_into_main_grad or fc.delay_wgrad_compute or not fc.single_grouped_weight for fc in linears
+        return all(fc.single_grouped_weight and fc.single_grouped_bias for fc in linears) and not any(
+            fc.accumulate_into_main_grad or fc.delay_wgrad_compute for fc in linears
         )
 
     def functional_forward(
