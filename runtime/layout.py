@@ -30,8 +30,8 @@ def interleave_glu(t: torch.Tensor, size: int = 32) -> torch.Tensor:
     ShapeError
         If the shape or the size is wrong.
     """
-    pairs = _checked("interleave_glu", t, size)
-    return t.unflatten(1, (2, pairs, size)).transpose(1, 2).flatten(1, 3).contiguous()
+    blocks = _checked("interleave_glu", t, size)
+    return t.reshape(t.shape[0], 2, blocks, size, *t.shape[2:]).transpose(1, 2).reshape(t.shape).clone()
 
 
 def deinterleave_glu(t: torch.Tensor, size: int = 32) -> torch.Tensor:
@@ -54,8 +54,8 @@ def deinterleave_glu(t: torch.Tensor, size: int = 32) -> torch.Tensor:
     ShapeError
         If the shape or the size is wrong.
     """
-    pairs = _checked("deinterleave_glu", t, size)
-    return t.unflatten(1, (pairs, 2, size)).transpose(1, 2).flatten(1, 3).contiguous()
+    blocks = _checked("deinterleave_glu", t, size)
+    return t.reshape(t.shape[0], blocks, 2, size, *t.shape[2:]).transpose(1, 2).reshape(t.shape).clone()
 
 
 def _checked(function: str, t: Any, size: Any) -> int:
@@ -71,4 +71,5 @@ def _checked(function: str, t: Any, size: Any) -> int:
         problems.append(f"the tensor has {t.shape[1]} output features, allowed: a multiple of 2 * size = {2 * size}")
     if problems:
         raise ShapeError(f"{function}: {'; '.join(problems)}")
-    return int(t.shape[1]) // (2 * size)
+    features: int = t.shape[1]
+    return features // (2 * int(size))

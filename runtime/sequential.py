@@ -343,7 +343,7 @@ class Sequential(torch.nn.Module):
                 found = module.extra_state_problems(state_dict.get(f"{prefix}{name}.{extra_state.KEY}"))
                 problems += [f"{prefix}{name}.{problem}" for problem in found]
         extra_state.require_loadable(self, problems)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": [], "_grouped": None}

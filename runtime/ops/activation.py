@@ -13,6 +13,7 @@ from ..codegen.activations import ACTIVATIONS
 from ..context import OperationContext, Tensors
 from ..errors import ConfigError
 from ..op import BasicOperation
+from ..plain import require_memory
 
 #: Parameters that make no sense at 0 or below, whatever the activation.
 _POSITIVE = frozenset({"beta1", "beta2", "limit"})
@@ -97,6 +98,8 @@ class ScaledActivation(BasicOperation):
         if input_.dtype not in checks.FLOATS:
             problems.append(f"input is {input_.dtype}, allowed: a floating-point type")
         checks.require(type(self).__name__, problems)
+        if not input_.is_meta:  # plain torch works there
+            require_memory((("the input", input_), ("probs", probs)))
         rows = None if probs is None else probs.reshape(input_.shape[:-1])
         z = input_.to(_math_dtype(input_.dtype))
         a = reference.activation_forward(self.activation, z, rows, self.glu_interleave_size, self.params)

@@ -16,7 +16,7 @@ from ..context import OperationContext, PlannedKernel, Tensors
 from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation
-from ..plain import PLAIN, like_parameter, local
+from ..plain import PLAIN, like_parameter, local, require_memory
 from ..recipe import Recipe
 from ..recipe_state import QuantizedCall, Quantizers
 from ..recipe_text import recipe_name
@@ -242,8 +242,12 @@ class GroupedLinear(BasicOperation):
         """Have parameters that are a list lie in one storage again, where they are plain and alike."""
         for parameters in self._lists().values():
             if _can_be_packed(parameters) and not _are_packed(parameters):
-                for parameter, view in zip(parameters, torch.stack(parameters), strict=True):
+                for parameter, view in zip(parameters, torch.stack([*parameters]), strict=True):
                     parameter.data = view
+
+    def require_memory(self) -> None:
+        """Raise ShapeError if there is no memory behind a parameter."""
+        require_memory((f"GroupedLinear.{name}", local(p)) for name, p in self._parameters.items())
 
     # State dicts ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +259,7 @@ class GroupedLinear(BasicOperation):
             for group, parameter in enumerate(parameters):
                 # The same memory as a storage of its own: safetensors refuses parts of a larger one.
                 if type(parameter) in PLAIN and not parameter.is_meta and parameter.numel():
-                    capsule = torch.utils.dlpack.to_dlpack(parameter.detach())
+                    capsule = torch._C._to_dlpack(parameter.detach())
                     destination[f"{prefix}{name}{group}"] = torch.utils.dlpack.from_dlpack(capsule)
 
     def _load_from_state_dict(
@@ -389,6 +393,8 @@ class GroupedLinear(BasicOperation):
         """
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[0]
         buffers = take_buffers(self, basic_op_kwargs[0])
+        self.require_memory()
+        require_memory(zip(("the input", "split_sizes", "scale"), (input_, *extra), strict=False))
         w, bias = self.packed_weight(), self.plain_bias()
         x, dtype = cast_for_autocast(input_, w.dtype)
         checks.require(type(self).__name__, self.input_problems(x, extra, dtype))
