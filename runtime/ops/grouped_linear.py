@@ -394,10 +394,10 @@ class GroupedLinear(BasicOperation):
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[0]
         buffers = take_buffers(self, basic_op_kwargs[0])
         self.require_memory()
-        require_memory(zip(("the input", "split_sizes", "scale"), (input_, *extra), strict=False))
         w, bias = self.packed_weight(), self.plain_bias()
         x, dtype = cast_for_autocast(input_, w.dtype)
         checks.require(type(self).__name__, self.input_problems(x, extra, dtype))
+        require_memory(zip(("the input", "split_sizes", "scale"), (input_, *extra), strict=False))
         sizes, scale = extra[0], (extra[1] if self.scale_bias else None)
         assert sizes is not None
         x = x.reshape(-1, self.in_features)
