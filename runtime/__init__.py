@@ -36,6 +36,7 @@ from .fusion import (
     register_forward_fusion,
 )
 from .grouped_mlp import FusedGroupedMLP
+from .layout import deinterleave_glu, interleave_glu
 from .mlp import GroupedMLP
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .ops import GroupedLinear, ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
@@ -102,7 +103,9 @@ __all__ = [
     "checkpoint",
     "checkpoint_context_fn",
     "current_recipe",
+    "deinterleave_glu",
     "explain",
+    "interleave_glu",
     "kernels",
     "patterns",
     "quantization",

@@ -219,7 +219,7 @@ def _cause(
         for name, value in given.items():  # unquantised weights are not kept from one micro-batch to the next
             if name != "is_first_microbatch" or not (value is None or isinstance(value, bool)):
                 return "keywords"
-    if not all([_is_plain(type(p)) for fc in (fc1, fc2) for p in [*fc.weights(), fc.bias]]):
+    if not all([_is_plain(type(p)) for fc in (fc1, fc2) for p in [*fc.weights(), *fc.biases()]]):
         return "sharded"
     if fc1.accumulate_into_main_grad or fc2.accumulate_into_main_grad:
         return "main_grad"
@@ -307,12 +307,17 @@ def _unquantized(recipe: type) -> bool:
 # The operator ---------------------------------------------------------------------------------------------------------
 
 
+def _bias(fc: GroupedLinear) -> torch.Tensor | None:
+    """Return the bias of a layer, (G, out): a copy where it is a list."""
+    return fc.bias if fc.single_grouped_bias else torch.stack([*fc.biases()])
+
+
 def _operator(ops: Sequence[Any], x: torch.Tensor, extra: Sequence[Any]) -> torch.Tensor:
     """Call the operator of a pipeline that :func:`_cause` has nothing against."""
     fc1, activation, fc2 = ops
     sizes1, probs, sizes2 = extra[:3]
     scale = extra[3] if fc2.scale_bias else None
-    w1, b1, w2, b2 = fc1.weights(), fc1.bias, fc2.weights(), fc2.bias
+    w1, b1, w2, b2 = fc1.weights(), _bias(fc1), fc2.weights(), _bias(fc2)
     dtype = w1[0].dtype
     if _autocasts(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -159,6 +159,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
         x = cast_for_autocast(input_, self._fixed.dtype)[0]
         if not self._fixed.fits(x, sizes1, probs, sizes2, scale):
             self._check(x, ((sizes1,), (probs,), (sizes2, scale)))
+        self._require_memory(x, sizes1, probs, sizes2, scale)
         x = x.reshape(-1, self._fixed.hidden)
         if output is not None or grad_input is not None:
             self._check_buffers(output, grad_input if needs & NEED_X else None, input_.shape, x.dtype)
@@ -263,6 +264,7 @@ class EmulatedGroupedMLP(FusedGroupedMLP):
 
     def _unquantized_parameters(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight (G, out, in) as it is, for its quantiser, and the bias as kernels read it."""
+        fc.require_memory()
         w, bias = fc.packed_weight(), fc.plain_bias()
         if w.dtype is not self._fixed.dtype:
             self._require_fresh()

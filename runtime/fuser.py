@@ -94,13 +94,10 @@ class Plans:
         self._more = bool(self._owners or self._stamped)
 
     def _watch(self, params: Sequence[torch.Tensor]) -> None:
-        """Remember parameters by their identity, for as long as all of them live."""
-        ids = [*map(id, params)]
-
-        def forget(_: object) -> None:
-            ids.append(0)  # a new parameter may get the identity of one that died
-
-        self._ids, self._params = ids, [weakref.ref(p, forget) for p in params]
+        """Remember parameters by their identity."""
+        # References that keep them alive, so that no other gets their identity.  Weak ones would not do: tensors that
+        # have some are refused by torch.utils.swap_tensors, with which modules may be moved and loaded.
+        self._ids, self._params = [*map(id, params)], [*params]
 
     def expire(self) -> None:
         """Fit nothing from now on."""

@@ -19,7 +19,7 @@ from .grouped_gemm import BIAS_GRAD_COLUMNS
 from .kernels import Launch
 from .mlp_kernels import MLPKernels
 from .ops.grouped_linear import GroupedLinear, cast_for_autocast, take_buffers
-from .plain import PLAIN
+from .plain import PLAIN, require_memory
 from .step import (
     NEED_B1,
     NEED_B2,
@@ -141,9 +141,14 @@ class FusedGroupedMLP(MLPKernels):
         like = None if probs is None else (probs.shape, probs.dtype)
         if not tokens:
             return y, Saved(None, needs, 0, shape, grad_input, like, like_of(scale)), ()
+        at = x.data_ptr()
+        if not (at and sizes1.data_ptr() and (probs is None or probs.data_ptr())) or not (
+            (sizes2 is sizes1 or sizes2.data_ptr()) and (scale is None or scale.data_ptr())
+        ):
+            self._require_memory(x, sizes1, probs, sizes2, scale)
         step = self._kernels(tokens, probs, scale, needs)
         # Most tensors are as kernels read them; a call to find that out would take longer than the look.
-        if x.data_ptr() % 16 or not x.is_contiguous():
+        if at % 16 or not x.is_contiguous():
             x = kernels.launchable(x)
         p = probs
         if probs is not None and not (matrix and probs.dtype is torch.float32 and probs.is_contiguous()):
@@ -174,7 +179,9 @@ class FusedGroupedMLP(MLPKernels):
                 w1.dtype is w2.dtype is fixed.dtype
                 and type(w1) in PLAIN
                 and type(w2) in PLAIN
-                and not (w1.data_ptr() | w2.data_ptr()) % 16
+                and (at1 := w1.data_ptr())
+                and (at2 := w2.data_ptr())
+                and not (at1 | at2) % 16
                 and w1.is_contiguous()
                 and w2.is_contiguous()
             ):
@@ -183,6 +190,7 @@ class FusedGroupedMLP(MLPKernels):
 
     def _parameters_of(self, fc: GroupedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias of a layer as kernels read them."""
+        fc.require_memory()
         w = fc.packed_weight()
         if not w.is_contiguous():  # somebody assigned to its data
             raise StalePlan
@@ -197,6 +205,12 @@ class FusedGroupedMLP(MLPKernels):
         if kernels.autocast_dtype(self._fixed.device) is None:
             if any(fc.weights()[0].dtype is not self._fixed.dtype for fc in (self._fc1, self._fc2)):
                 raise StalePlan
+
+    @staticmethod
+    def _require_memory(*tensors: Any) -> None:
+        """Raise ShapeError if there is no memory behind some of the arguments."""
+        names = ("the input", "split_sizes", "probs", "second split_sizes", "scale")
+        require_memory(zip(names, tensors, strict=True))
 
     def _check(self, x: torch.Tensor, extra: Sequence[Tensors]) -> None:
         """Raise ShapeError that names every argument that is wrong."""

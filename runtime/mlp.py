@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class GroupedMLP(Sequential):
         Whether both layers have one.
     glu_interleave_size
         Layout of FC1's gate and up rows: None for ``[gate | up]``, 32 for blocks of 32 rows in turn.
-    device, dtype, single_grouped_weight, scale_bias, accumulate_into_main_grad, delay_wgrad_compute
+    device, dtype, single_grouped_weight, single_grouped_bias, scale_bias
+    accumulate_into_main_grad, delay_wgrad_compute, rng_state_tracker_function
         As :class:`GroupedLinear` takes them; ``scale_bias`` is for FC2's bias, and probs are its scale.
     **activation_params
         Parameters of the activation.
@@ -51,9 +52,11 @@ class GroupedMLP(Sequential):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         single_grouped_weight: bool = True,
+        single_grouped_bias: bool = True,
         scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         **activation_params: float,
     ) -> None:
         if activation not in ACTIVATIONS:
@@ -67,8 +70,10 @@ class GroupedMLP(Sequential):
             "device": device,
             "dtype": dtype,
             "single_grouped_weight": single_grouped_weight,
+            "single_grouped_bias": single_grouped_bias,
             "accumulate_into_main_grad": accumulate_into_main_grad,
             "delay_wgrad_compute": delay_wgrad_compute,
+            "rng_state_tracker_function": rng_state_tracker_function,
         }
         width = (2 if ACTIVATIONS[activation].glu else 1) * ffn_hidden_size
         super().__init__(
@@ -133,6 +138,12 @@ class GroupedMLP(Sequential):
         if not self._scale_bias:
             return extra
         return (*extra, x.new_ones(x.shape[:-1]) if probs is None else probs)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters of both layers anew, as after ``to_empty`` of a module on the meta device."""
+        for module in self:
+            if isinstance(module, GroupedLinear):
+                module.reset_parameters()
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of both layers."""

@@ -80,8 +80,8 @@ class MLPKernels(FusedOperation):
         chosen = self._select(variant, backward=needs != 0)
         scale = None if variant.scale is None else kernels.DTYPES[variant.scale]
         specs = {
-            "fprop_act": replace(chosen.fprop_act, bias=self._fc1.bias is not None, store_z=bool(needs & NEED_Z)),
-            "fprop": replace(chosen.fprop, bias=self._fc2.bias is not None, probs=scale),
+            "fprop_act": replace(chosen.fprop_act, bias=self._fc1.has_bias, store_z=bool(needs & NEED_Z)),
+            "fprop": replace(chosen.fprop, bias=self._fc2.has_bias, probs=scale),
         }
         if needs & NEED_Z and chosen.dgrad_act is not None:
             sums = not chosen.dgrad_act.probs or bool(needs & NEED_PROBS)
@@ -191,10 +191,11 @@ class MLPKernels(FusedOperation):
             (self._fc2, NEED_W2, NEED_B2),
         ):
             of_op = [next(flags) for _ in op.fuser_parameters()]
-            if isinstance(op, GroupedLinear) and op.bias is not None and of_op.pop():
-                needs |= of_bias
-            if any(of_op):
+            weights = len(op.weights()) if isinstance(op, GroupedLinear) else 0
+            if any(of_op[:weights]):
                 needs |= of_weight
+            if any(of_op[weights:]):
+                needs |= of_bias
         _, of_probs, _, *of_scale = flags
         return needs | (NEED_PROBS if of_probs else 0) | (NEED_SCALE if any(of_scale) else 0)
 

@@ -6,22 +6,23 @@ and state; a fused operation computes what a run of basic operations computes, a
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import extra_state
+from .autocast import in_force
 from .config import settings
 from .context import OperationContext, PlannedKernel, Tensors
-from .errors import FusionError
+from .errors import ConfigError, FusionError, UnsupportedError
 from .recipe import Recipe
 from .recipe_state import QuantizedCall, Quantizers, RecipeState, make_quantizers, make_recipe_state, states_lock
 
 if TYPE_CHECKING:
     from .fuser import OperationFuser
-
-_STATE = "recipe_state."
 
 
 class FusibleOperation(torch.nn.Module):
@@ -317,6 +318,8 @@ class BasicOperation(FusibleOperation):
             If the index or name is wrong, or a pipeline that contains the operation was already made.
         """
         self._check_channel("output", index, self.num_extra_outputs, channel)
+        if not isinstance(output_to_caller, bool):
+            raise FusionError(f"output_to_caller is {output_to_caller!r}; allowed: True, False")
         self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller or channel is None
         return self
@@ -325,6 +328,8 @@ class BasicOperation(FusibleOperation):
         name = type(self).__name__
         if self._channels_locked:
             raise FusionError(f"channels of {name} are locked: a pipeline with it was already made")
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise FusionError(f"the index of an extra {what} of {name} is {index!r}; allowed: an integer")
         if not 0 <= index < count:
             raise FusionError(f"{name} has {count} extra {what}s, there is no number {index}")
         if channel is not None and (not isinstance(channel, str) or not channel):
@@ -405,10 +410,65 @@ class BasicOperation(FusibleOperation):
                 state.to(parameter.device)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in self.extra_tensors().items():
-            destination[prefix + name] = tensor
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the quantisation state as one uint8 tensor on the CPU, for a state dict; empty where there is none.
+
+        Inside of :class:`autocast` an operation that has none makes it, as its first call would: a distributed
+        checkpoint is loaded into a state dict of the same sizes.
+        """
+        with states_lock:
+            tensors = self._state_tensors()
+            recipe = in_force.recipe if self.recipe is None else self.recipe
+            if not tensors and self._recipe_state is None and recipe is not None:
+                with contextlib.suppress(UnsupportedError):  # the call says it
+                    self.reset_recipe_state(recipe=recipe)
+                tensors = self._state_tensors()
+            return extra_state.packed(tensors)
+
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        state = self._recipe_state or self._parked_state
+        return {**self._loaded_state, **({} if state is None else state.state_dict())}
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        """Take what :meth:`get_extra_state` gave; None or an empty tensor: the next call makes the state anew.
+
+        Parameters
+        ----------
+        state
+            Of a state dict.
+
+        Raises
+        ------
+        ConfigError
+            If it is something else.
+        """
+        if problems := self.extra_state_problems(state):
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}")
+        found = extra_state.unpacked(state)
+        with states_lock:
+            current = self._recipe_state
+            self._loaded_state = {}
+            if not found:
+                self.forget_recipe_state()
+            elif current is not None and found.keys() <= current.state_dict().keys():
+                current.load_state_dict(found)
+            else:  # the first forward under its recipe takes it
+                self._parked_state = None
+                self._loaded_state = found
+
+    def extra_state_problems(self, state: Any) -> list[str]:
+        """Say why :meth:`set_extra_state` cannot take something; empty if it can.
+
+        Parameters
+        ----------
+        state
+            Of a state dict; None: it has none.
+        """
+        try:
+            extra_state.unpacked(state)
+        except ValueError as error:
+            return [f"{extra_state.KEY}: {error}; without this key the state is made anew"]
+        return []
 
     def _load_from_state_dict(
         self,
@@ -420,42 +480,23 @@ class BasicOperation(FusibleOperation):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        key = prefix + extra_state.KEY
+        if problems := self.extra_state_problems(state_dict.get(key)):
+            error_msgs += [f"{prefix}{problem}" for problem in problems]
+            return  # nothing of this operation is written
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        found = {key[len(prefix) :]: tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
-        taken = self.load_extra_tensors(found, error_msgs)
-        unexpected_keys[:] = [key for key in unexpected_keys if key[len(prefix) :] not in taken]
+        if key in missing_keys:
+            missing_keys.remove(key)
+        if not extra_state.is_given(state_dict.get(key)):
+            with_weights = any(prefix + name in state_dict for name in self._parameters)
+            self._extra_state_is_missing(key, missing_keys, with_weights)
 
-    def extra_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict holds besides parameters and buffers; it may be missing when one is loaded."""
-        state = self._recipe_state or self._parked_state
-        tensors = {**self._loaded_state, **({} if state is None else state.state_dict())}
-        return {_STATE + name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:
-        """Take what :meth:`extra_tensors` gave.
-
-        Parameters
-        ----------
-        found
-            All entries of the state dict that belong to this operation.
-        errors
-            Messages of what does not fit are appended here.
-
-        Returns
-        -------
-        set of str
-            Names of the entries that were taken.
-        """
-        state = {name[len(_STATE) :]: tensor for name, tensor in found.items() if name.startswith(_STATE)}
-        current = self._recipe_state
-        if current is not None and state.keys() <= current.state_dict().keys():
-            current.load_state_dict(state)
-        else:  # the first forward under its recipe takes it
-            self._parked_state = None
-            self._loaded_state = {name: tensor.detach().clone() for name, tensor in state.items()}
-        return {_STATE + name for name in state}
+    def _extra_state_is_missing(self, key: str, missing_keys: list[str], with_weights: bool) -> None:
+        """Have the state made anew where a state dict brought weights and no state."""
+        if with_weights:
+            self.set_extra_state(None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lone_fuser": None, "_state_fusers": None}

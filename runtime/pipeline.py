@@ -15,6 +15,7 @@ from .context import OperationContext, Tensors
 from .errors import FusionError, UnsupportedError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation
+from .plain import readable_gradient
 from .planning import Planned
 from .recipe_state import QuantizedCall
 
@@ -159,6 +160,7 @@ class Pipeline(torch.autograd.Function):
         call: Call = ctx.call
         contexts: list[OperationContext] = ctx.contexts
         ops, routing, boundary = call.ops, call.routing, call.plan.key[1]
+        grad = readable_gradient(grad)
         saved, start = ctx.saved_tensors, 0
         for context, end in zip(contexts, ctx.ends, strict=True):
             context.saved_tensors = saved[start:end]
@@ -225,6 +227,7 @@ class Direct(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     op, state = ctx.ran
+    grad = readable_gradient(grad)
     grads = op.direct_backward(state, ctx.saved_tensors, grad)
     if settings.debug_checks:
         kernels.provider().check_status(grad.device)

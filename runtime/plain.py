@@ -91,3 +91,55 @@ def require_plain(named: Iterable[tuple[str, Any]]) -> None:
         problems.append(f"{name} is a {type(t).__name__}, which kernels cannot read: {advice}")
     if problems:
         raise ShapeError("; ".join(problems))
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether there is memory behind a tensor: not on the meta device, not freed by ``storage.resize_(0)``."""
+    return not t.numel() or bool(t.data_ptr())
+
+
+def require_memory(named: Iterable[tuple[str, Any]]) -> None:
+    """Check that there is memory behind plain tensors.
+
+    Parameters
+    ----------
+    named
+        Names and tensors; what is no tensor is somebody else's to refuse.
+
+    Raises
+    ------
+    ShapeError
+        If there is none behind some; names all of them, and what to do.
+    """
+    problems = []
+    for name, t in named:
+        if not isinstance(t, torch.Tensor) or has_memory(t):
+            continue
+        advice = "is on the meta device" if t.is_meta else "has no memory behind it"
+        problems.append(f"{name} {advice}, where kernels cannot read")
+    if problems:
+        raise ShapeError(
+            "; ".join(problems) + ". Allowed: tensors with data. fully_shard frees gathered parameters after the "
+            "forward of the module that it was applied to: call that module; one on the meta device needs to_empty()"
+        )
+
+
+def readable_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an output as kernels can read it.
+
+    Parameters
+    ----------
+    grad
+        As autograd gives it.
+
+    Raises
+    ------
+    ShapeError
+        If there is no data of its own behind it.
+    """
+    if type(grad) in PLAIN and has_memory(grad):
+        return grad
+    grad = arrived(grad)
+    require_plain([("the gradient of the output", grad)])
+    require_memory([("the gradient of the output", grad)])
+    return grad

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from . import extra_state
 from .errors import FusionError, ShapeError
 from .fuser import OperationFuser
 from .op import BasicOperation, FusibleOperation, expand
+from .ops.activation import ScaledActivation
 
 _tracing = torch.compiler.is_dynamo_compiling
 _grouping = threading.RLock()
@@ -33,6 +35,10 @@ def _hooked(modules: Iterable[torch.nn.Module | None]) -> tuple[bool, ...]:
         m is not None and bool(m._forward_pre_hooks or m._forward_hooks or m._backward_hooks or m._backward_pre_hooks)
         for m in modules
     )
+
+
+def _is_sequence(other: object) -> bool:
+    return isinstance(other, (Sequential, torch.nn.Sequential))
 
 
 class Apart:
@@ -133,6 +139,15 @@ class Sequential(torch.nn.Module):
         for module in modules:
             self.append(module)
         return self
+
+    def __add__(self, other: Sequential | torch.nn.Sequential) -> Sequential:
+        return Sequential(*self, *other) if _is_sequence(other) else NotImplemented
+
+    def __radd__(self, other: torch.nn.Sequential) -> Sequential:
+        return Sequential(*other, *self) if _is_sequence(other) else NotImplemented
+
+    def __iadd__(self, other: Sequential | torch.nn.Sequential) -> Sequential:
+        return self.extend(list(other)) if _is_sequence(other) else NotImplemented
 
     def insert(self, index: int, module: torch.nn.Module) -> Sequential:
         """Put a module before the one at ``index``; the modules behind it move on by one name."""
@@ -296,6 +311,41 @@ class Sequential(torch.nn.Module):
                 raise FusionError(f"op_kwargs names {name}, which is not a basic operation of this Sequential")
             by_op[id(op)] = kwargs
         return by_op
+
+    # State dicts ------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As :meth:`torch.nn.Module.load_state_dict`; nothing is written if the layout of GLU weights is not right.
+
+        Parameters
+        ----------
+        state_dict, strict, assign
+            As torch takes them.
+
+        Raises
+        ------
+        RuntimeError
+            If the state dict does not fit.
+        """
+        if strict:
+            lacking = [
+                extra_state.MissingKey.of(key, module.missing_layout())
+                for name, module in self._modules.items()
+                if isinstance(module, ScaledActivation) and module.glu
+                if not extra_state.is_given(state_dict.get(key := f"{name}.{extra_state.KEY}"))
+            ]
+            extra_state.require_loadable(self, [f'Missing key(s) in state_dict: "{key}".' for key in lacking])
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Check what the operations' extra state says before any of them writes."""
+        problems = []
+        for name, module in self._modules.items():
+            if isinstance(module, BasicOperation):
+                found = module.extra_state_problems(state_dict.get(f"{prefix}{name}.{extra_state.KEY}"))
+                problems += [f"{prefix}{name}.{problem}" for problem in found]
+        extra_state.require_loadable(self, problems)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": [], "_grouped": None}

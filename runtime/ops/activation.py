@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from .. import checks, reference
+from .. import checks, extra_state, reference
 from ..codegen.activations import ACTIVATIONS
 from ..context import OperationContext, Tensors
 from ..errors import ConfigError
 from ..op import BasicOperation
+from ..plain import require_memory
 
-_LAYOUT_KEY = "glu_interleave_size"
 #: Parameters that make no sense at 0 or below, whatever the activation.
 _POSITIVE = frozenset({"beta1", "beta2", "limit"})
 
@@ -98,6 +98,8 @@ class ScaledActivation(BasicOperation):
         if input_.dtype not in checks.FLOATS:
             problems.append(f"input is {input_.dtype}, allowed: a floating-point type")
         checks.require(type(self).__name__, problems)
+        if not input_.is_meta:  # plain torch works there
+            require_memory((("the input", input_), ("probs", probs)))
         if ctx.requires_grad:
             ctx.save_for_backward(input_, probs)
             ctx.probs_require_grad = probs is not None and probs.requires_grad
@@ -151,33 +153,70 @@ class ScaledActivation(BasicOperation):
             return dz.to(z.dtype), None
         return dz.to(z.dtype), dprobs.to(probs.dtype).reshape(probs.shape)
 
-    # The layout of the gate and up columns travels with the weights (cases.md, N11).
+    # The layout of the gate and up columns travels with the weights.
 
-    def extra_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the layout, where there are two halves."""
-        layout = (
-            {_LAYOUT_KEY: torch.tensor(self.glu_interleave_size or 0, dtype=torch.int64, device="cpu")}
-            if self.glu
-            else {}
-        )
-        return {**super().extra_tensors(), **layout}
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the layout, ``glu_interleave_size`` or 0, as an int64 number; empty without a gate."""
+        if not self.glu:
+            return super().get_extra_state()
+        return torch.tensor(self.glu_interleave_size or 0, dtype=torch.int64, device="cpu")
 
-    def load_extra_tensors(self, found: dict[str, torch.Tensor], errors: list[str]) -> set[str]:
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
         """Compare the layout; another one is an error, not a permutation.
 
         Parameters
         ----------
-        found, errors
-            As :meth:`BasicOperation.load_extra_tensors` takes them.
+        state
+            What :meth:`get_extra_state` gave; None or an empty tensor: nobody knows.
+
+        Raises
+        ------
+        ConfigError
+            If it is another layout.
         """
-        taken = super().load_extra_tensors(found, errors)
-        if not self.glu or _LAYOUT_KEY not in found:
-            return taken
-        saved, own = int(found[_LAYOUT_KEY]), self.glu_interleave_size or 0
-        if saved != own:
-            names = [f"interleaved by {size}" if size else "contiguous" for size in (saved, own)]
-            errors.append(f"the GLU weights were saved {names[0]}, this module has them {names[1]}")
-        return taken | {_LAYOUT_KEY}
+        if not self.glu:
+            super().set_extra_state(state)
+        elif problems := self.extra_state_problems(state):
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}")
+
+    def extra_state_problems(self, state: Any) -> list[str]:
+        """Say what is wrong with a layout.
+
+        Parameters
+        ----------
+        state
+            As :meth:`set_extra_state` takes it.
+        """
+        if not self.glu:
+            return super().extra_state_problems(state)
+        if not extra_state.is_given(state):
+            return []
+        if not isinstance(state, torch.Tensor) or state.dtype is not torch.int64 or state.numel() != 1 or state.is_meta:
+            return [f"{extra_state.KEY}: allowed: the layout of the GLU weights as an int64 number; got {state!r}"]
+        saved, own = int(state.item()), self.glu_interleave_size or 0
+        if saved == own:
+            return []
+        names = [f"interleaved by {size}" if size else "contiguous" for size in (saved, own)]
+        change = [f"deinterleave_glu(t, {saved})"] * (saved > 0) + [f"interleave_glu(t, {own})"] * (own > 0)
+        return [
+            f"{extra_state.KEY}: the GLU weights were saved {names[0]}, this module has them {names[1]}; make it with "
+            f"glu_interleave_size={saved or None}, or convert FC1's weight and bias with {' and '.join(change)} of "
+            f"cute_grouped_mlp and set this key to torch.tensor({own})"
+        ]
+
+    def _extra_state_is_missing(self, key: str, missing_keys: list[str], with_weights: bool) -> None:
+        """Of a layout that nobody knows: a missing key, with advice."""
+        if self.glu:
+            missing_keys.append(extra_state.MissingKey.of(key, self.missing_layout()))
+
+    def missing_layout(self) -> str:
+        """Say what to do about a state dict that does not say how its GLU weights are laid out."""
+        own = self.glu_interleave_size or 0
+        return (
+            f"the layout of FC1's gate and up rows: 0 for [gate | up], 32 for blocks of 32; this module's is {own}. If "
+            f"the weights are in it, add torch.tensor({own}) under this key or load with strict=False; else convert "
+            "them first with interleave_glu or deinterleave_glu of cute_grouped_mlp"
+        )
 
 
 class ScaledSwiGLU(ScaledActivation):

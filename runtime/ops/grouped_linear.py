@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from ..context import OperationContext, PlannedKernel, Tensors
 from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..grouped_gemm import GroupedGemm, LinearShape
 from ..op import BasicOperation
-from ..plain import PLAIN, like_parameter, local
+from ..plain import PLAIN, like_parameter, local, require_memory
 from ..recipe import Recipe
 from ..recipe_state import QuantizedCall, Quantizers
 from ..recipe_text import recipe_name
@@ -43,6 +44,8 @@ class GroupedLinear(BasicOperation):
         Of the parameters; dtype is bfloat16, float16 or float32 (float64 in plain torch).
     single_grouped_weight
         One parameter ``weight`` (G, out, in).  False: ``weight0`` .. ``weight{G-1}``, views of one packed storage.
+    single_grouped_bias
+        One parameter ``bias`` (G, out).  False: ``bias0`` .. ``bias{G-1}``, views of one packed storage.
     scale_bias
         Multiply each row's bias by the second extra input.
     accumulate_into_main_grad
@@ -50,6 +53,9 @@ class GroupedLinear(BasicOperation):
         give autograd a shared dummy.
     delay_wgrad_compute
         Compute weight gradients in :meth:`backward_dw` instead of in backward.
+    rng_state_tracker_function
+        Called without arguments it returns a tracker of random number generators, such as Megatron's: parameters are
+        drawn inside of its ``fork()``.
     recipe
         Recipe of this layer, whatever recipe is in force: ``HighPrecision()`` leaves it unquantised among quantised
         layers.  None: the one in force.
@@ -58,6 +64,7 @@ class GroupedLinear(BasicOperation):
     ----------
     weight : Parameter (G, out, in)
     bias : Parameter (G, out) or None
+        None, too, where biases are a list.
     """
 
     num_extra_inputs = 1
@@ -75,9 +82,11 @@ class GroupedLinear(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         single_grouped_weight: bool = True,
+        single_grouped_bias: bool = True,
         scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         recipe: Any = None,
     ) -> None:
         self.__dict__["_recipe"] = recipe
@@ -88,6 +97,10 @@ class GroupedLinear(BasicOperation):
         problems = [f"{name} is {v!r}, allowed: a positive integer" for name, v in sizes.items() if not _positive(v)]
         if dtype not in checks.FLOATS:
             problems.append(f"dtype is {dtype}, allowed: a floating-point type")
+        if rng_state_tracker_function is not None and not callable(rng_state_tracker_function):
+            problems.append(
+                f"rng_state_tracker_function is {rng_state_tracker_function!r}, allowed: a function or None"
+            )
         if problems:
             raise ConfigError(f"GroupedLinear: {'; '.join(problems)}")
         self._num_groups = num_groups
@@ -97,36 +110,46 @@ class GroupedLinear(BasicOperation):
         self.single_grouped_weight = single_grouped_weight
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.single_grouped_bias = single_grouped_bias or not bias
+        self._rng_state_tracker_function = rng_state_tracker_function
         self._delayed: deque[Callable[[], None]] = deque()
+        self._wgrad_hooks: list[Callable[[], object]] = []
         packed = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         if single_grouped_weight:
             self.weight = torch.nn.Parameter(packed)
         else:
-            for group in range(num_groups):
-                self.register_parameter(f"weight{group}", torch.nn.Parameter(packed[group]))
+            self._register_list("weight", packed)
         self.bias: torch.nn.Parameter | None
+        biases = torch.empty(num_groups, out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter(
-            "bias",
-            torch.nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None,
+            "bias", torch.nn.Parameter(biases) if biases is not None and single_grouped_bias else None
         )
+        if biases is not None and not single_grouped_bias:
+            self._register_list("bias", biases)
         if delay_wgrad_compute:
             for parameter in self.weights():
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
         if not packed.is_meta:
             self.reset_parameters()
 
+    def _register_list(self, name: str, packed: torch.Tensor) -> None:
+        for group, view in enumerate(packed):
+            self.register_parameter(f"{name}{group}", torch.nn.Parameter(view))
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw weights and biases as :class:`torch.nn.Linear` does: uniform within 1 / sqrt(in_features)."""
         bound = 1.0 / math.sqrt(self.in_features)
-        for parameter in self.fuser_parameters():
-            parameter.uniform_(-bound, bound)
+        tracker = self._rng_state_tracker_function
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            for parameter in self.fuser_parameters():
+                parameter.uniform_(-bound, bound)
 
     def extra_repr(self) -> str:
         """Say what ``repr`` shows."""
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.has_bias}"
         )
 
     # Parameters -------------------------------------------------------------------------------------------------------
@@ -137,19 +160,40 @@ class GroupedLinear(BasicOperation):
         weight = self._parameters.get("weight")
         return self._num_groups if type(weight) in PLAIN else len(local(weight, "GroupedLinear.weight"))
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias, as one parameter or as a list."""
+        return self._parameters.get("bias") is not None or not self.single_grouped_bias
+
     def plain_bias(self) -> torch.Tensor | None:
-        """Return the bias, (G, out); of one that is sharded by experts the part of this process."""
+        """Return the bias, (G, out), or None; of one that is sharded by experts the part of this process."""
+        if not self.single_grouped_bias:
+            return _together("bias", self.biases())
         return local(self._parameters["bias"], "GroupedLinear.bias")  # type: ignore[no-any-return]
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weight parameter, or the G of them."""
-        if self.single_grouped_weight:
-            return [self.weight]
+        return [self.weight] if self.single_grouped_weight else self._list("weight")
+
+    def biases(self) -> list[torch.nn.Parameter]:
+        """Return the bias parameter, the G of them, or none."""
+        if not self.single_grouped_bias:
+            return self._list("bias")
+        return [] if self.bias is None else [self.bias]
+
+    def _list(self, name: str) -> list[torch.nn.Parameter]:
         found = self._parameters
         try:
-            return [p for g in range(self.num_groups) if (p := found[f"weight{g}"]) is not None]
+            return [p for g in range(self.num_groups) if (p := found[f"{name}{g}"]) is not None]
         except KeyError as missing:
             raise _no_parameter(missing) from None
+
+    def _lists(self) -> dict[str, list[torch.nn.Parameter]]:
+        """Parameters that are a list, by their common name."""
+        lists = {} if self.single_grouped_weight else {"weight": self._list("weight")}
+        if not self.single_grouped_bias:
+            lists["bias"] = self._list("bias")
+        return lists
 
     def fuser_parameters(self) -> list[torch.nn.Parameter]:
         """Weights, then the bias if there is one.
@@ -167,11 +211,16 @@ class GroupedLinear(BasicOperation):
             raise _no_parameter(missing) from None
         if bias is not None:
             found.append(bias)
+        elif not self.single_grouped_bias:
+            found += self._list("bias")
         return found  # type: ignore[return-value]  # a weight is never None
 
     def is_packed(self) -> bool:
         """Whether the weights lie in one storage in order, so that they are one (G, out, in) tensor."""
-        return are_packed(self.weights())
+        weights = self.weights()
+        if self.single_grouped_weight:
+            return bool(local(weights[0]).is_contiguous())
+        return _are_packed(weights)
 
     def fuser_stamp(self) -> Any:
         """Packed or not, which plans depend on."""
@@ -181,23 +230,56 @@ class GroupedLinear(BasicOperation):
         """Return the weights as one (G, out, in) tensor: a view where they are packed, else a copy."""
         if self.single_grouped_weight:
             return local(self._parameters["weight"], "GroupedLinear.weight")  # type: ignore[no-any-return]
-        weights = self.weights()
-        if not PLAIN.issuperset(map(type, weights)):
-            kinds = sorted({type(w).__name__ for w in weights})
-            raise ShapeError(
-                f"GroupedLinear: weights as a list are {' and '.join(kinds)}, allowed: plain tensors. Apply "
-                "fully_shard to the GroupedMLP, not to fc1 or fc2; to shard by experts use single_grouped_weight=True"
-            )
-        return pack([w.detach() for w in weights])
+        return _together("weight", self.weights())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
-        plain = PLAIN.issuperset(map(type, self.weights()))  # others, of FSDP2, are packed again when it gathers them
-        if not self.single_grouped_weight and plain and not self.is_packed() and not self.weights()[0].is_meta:
-            packed = self.packed_weight()  # .to() moved each weight alone: pack them again
-            for weight, view in zip(self.weights(), packed, strict=True):
-                weight.data = view
+        self._pack()  # each of a list was moved alone
         return self
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        """Have parameters that are a list lie in one storage again, where they are plain and alike."""
+        for parameters in self._lists().values():
+            if _can_be_packed(parameters) and not _are_packed(parameters):
+                for parameter, view in zip(parameters, torch.stack([*parameters]), strict=True):
+                    parameter.data = view
+
+    def require_memory(self) -> None:
+        """Raise ShapeError if there is no memory behind a parameter."""
+        require_memory((f"GroupedLinear.{name}", local(p)) for name, p in self._parameters.items())
+
+    # State dicts ------------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars:
+            return
+        for name, parameters in self._lists().items():
+            for group, parameter in enumerate(parameters):
+                # The same memory as a storage of its own: safetensors refuses parts of a larger one.
+                if type(parameter) in PLAIN and not parameter.is_meta and parameter.numel():
+                    capsule = torch._C._to_dlpack(parameter.detach())
+                    destination[f"{prefix}{name}{group}"] = torch.utils.dlpack.from_dlpack(capsule)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._pack()  # those that were assigned have storages of their own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._pack()  # each of a list was copied alone
 
     # Quantisers -------------------------------------------------------------------------------------------------------
 
@@ -277,11 +359,11 @@ class GroupedLinear(BasicOperation):
         target = self.main_grad_target()
         wgrad = (dtype, False) if target is None else (target[0].dtype, target[1])
         wanted: dict[str, tuple[bool, GroupedGemm, tuple[object, ...]]] = {
-            "fprop": (True, gemm, (self.bias is not None, scale_dtype, alphas[0])),
+            "fprop": (True, gemm, (self.has_bias, scale_dtype, alphas[0])),
             "dgrad": (ctx.input_requires_grad, backward, (alphas[1],)),
             "wgrad": (any(w.requires_grad for w in self.weights()), backward, (*wgrad, alphas[2])),
             "bias_grad": (
-                scale_grad or (self.bias is not None and self.bias.requires_grad),
+                scale_grad or any(b.requires_grad for b in self.biases()),
                 plain,
                 (scale_dtype, scale_grad),
             ),
@@ -311,9 +393,11 @@ class GroupedLinear(BasicOperation):
         """
         ctx, extra = basic_op_ctxs[0], basic_op_extra_inputs[0]
         buffers = take_buffers(self, basic_op_kwargs[0])
+        self.require_memory()
         w, bias = self.packed_weight(), self.plain_bias()
         x, dtype = cast_for_autocast(input_, w.dtype)
         checks.require(type(self).__name__, self.input_problems(x, extra, dtype))
+        require_memory(zip(("the input", "split_sizes", "scale"), (input_, *extra), strict=False))
         sizes, scale = extra[0], (extra[1] if self.scale_bias else None)
         assert sizes is not None
         x = x.reshape(-1, self.in_features)
@@ -340,7 +424,7 @@ class GroupedLinear(BasicOperation):
         if ctx.requires_grad:
             ctx.call, ctx.grad_input, ctx.input_shape = call, buffers["grad_input"], input_.shape
             ctx.weight_requires_grad, ctx.scale_requires_grad = of_weight, of_scale
-            ctx.bias_requires_grad = self.bias is not None and self.bias.requires_grad
+            ctx.bias_requires_grad = any(p.requires_grad for p in self.biases())
             ctx.save_for_backward(bias if of_scale else None, sizes, scale, *saved)
         return y, [()]
 
@@ -419,7 +503,11 @@ class GroupedLinear(BasicOperation):
             grads = [dw if dw is None or isinstance(dw, torch.Tensor) else dw[0]]
         else:
             grads = [None] * self.num_groups if dw is None else list(dw)
-        return grads if self._parameters["bias"] is None else [*grads, dbias]
+        if not self.has_bias:
+            return grads
+        if self.single_grouped_bias:
+            return [*grads, dbias]
+        return grads + ([None] * self.num_groups if dbias is None else list(dbias))
 
     def weight_gradient(
         self, compute: Callable[[torch.Tensor | None, bool], torch.Tensor]
@@ -444,9 +532,31 @@ class GroupedLinear(BasicOperation):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the weight gradient of the oldest backward that still waits for it, on the current stream."""
+        """Compute the weight gradient of the oldest backward that still waits for it, on the current stream.
+
+        Then call the hooks of :meth:`register_wgrad_accumulation_and_reduce_hooks`.
+        """
         if self._delayed:
             self._delayed.popleft()()
+            for hook in self._wgrad_hooks:
+                hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
+        """Have a function called after each :meth:`backward_dw`, when the weight gradients are there.
+
+        Delayed weights carry ``skip_backward_post_hook``, by which Megatron's data parallelism leaves out its own hook
+        of autograd; it registers one here instead, for each weight.
+
+        Parameters
+        ----------
+        wgrad_accumulation_and_reduce_hook
+            Called without arguments.
+        """
+        if not callable(wgrad_accumulation_and_reduce_hook):
+            raise TypeError(
+                f"wgrad_accumulation_and_reduce_hook is {wgrad_accumulation_and_reduce_hook!r}; allowed: a function"
+            )
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     @torch.no_grad()
     def _finish_wgrad(self, compute: Callable[[torch.Tensor | None, bool], torch.Tensor]) -> None:
@@ -508,24 +618,7 @@ class GroupedLinear(BasicOperation):
         return grads
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_delayed": deque()}
-
-
-def are_packed(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether weights of the groups lie in one storage in order; of a single one, whether it is contiguous."""
-    first = weights[0]
-    if len(weights) == 1:
-        return bool(local(first).is_contiguous())
-    if not PLAIN.issuperset(map(type, weights)):
-        return False
-    step, storage = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
-    return all(
-        w.is_contiguous()
-        and w.dtype == first.dtype
-        and w.untyped_storage().data_ptr() == storage
-        and w.data_ptr() == first.data_ptr() + group * step
-        for group, w in enumerate(weights)
-    )
+        return {**super().__getstate__(), "_delayed": deque(), "_wgrad_hooks": []}
 
 
 def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -536,13 +629,7 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     weights
         One of that shape, or G of shape (out, in).
     """
-    first = weights[0]
-    if first.dim() == 3:
-        return first
-    if not are_packed(weights):
-        return torch.stack([*weights])
-    rows, columns = first.shape
-    return first.as_strided((len(weights), rows, columns), (rows * columns, columns, 1))
+    return weights[0] if weights[0].dim() == 3 else _together("weight", weights)
 
 
 def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
@@ -554,6 +641,47 @@ def _dummy(weight: torch.Tensor, *, zero: bool) -> torch.Tensor:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return made  # it lives in the graph's memory: nobody outside may get it
     return dummy_gradients.put(key, made)
+
+
+def _are_packed(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the parameters of a list lie in one storage in order."""
+    if not PLAIN.issuperset(map(type, parameters)):
+        return False
+    first, step = parameters[0], parameters[0].numel() * parameters[0].element_size()
+    storage = first.untyped_storage().data_ptr()
+    return all(
+        p.is_contiguous()
+        and p.dtype == first.dtype
+        and p.untyped_storage().data_ptr() == storage
+        and p.data_ptr() == first.data_ptr() + group * step
+        for group, p in enumerate(parameters)
+    )
+
+
+def _can_be_packed(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the parameters of a list are plain, have data, and are alike; FSDP2's are packed once it gathers them."""
+    first = parameters[0]
+    return PLAIN.issuperset(map(type, parameters)) and all(
+        (p.shape, p.dtype, p.device) == (first.shape, first.dtype, first.device)
+        and not p.is_meta
+        and p.untyped_storage().size()
+        for p in parameters
+    )
+
+
+def _together(name: str, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the parameters of a list as one tensor (G, ...): a view where they are packed, else a copy."""
+    if not PLAIN.issuperset(map(type, parameters)):
+        kinds = sorted({type(p).__name__ for p in parameters})
+        plural = "weights" if name == "weight" else "biases"
+        raise ShapeError(
+            f"GroupedLinear: {plural} as a list are {' and '.join(kinds)}, allowed: plain tensors. Apply "
+            f"fully_shard to the GroupedMLP, not to fc1 or fc2; to shard by experts use single_grouped_{name}=True"
+        )
+    first = parameters[0]
+    if not _are_packed(parameters):
+        return torch.stack([p.detach() for p in parameters])
+    return first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
 
 
 def _no_parameter(missing: KeyError) -> ConfigError:

@@ -99,7 +99,7 @@ def test_b4_switching_plans_keeps_quantisers_and_history(path):
     assert state.updates == 4
     module(*operands(seed=8)[:3])  # no recipe: nothing is quantised, and history waits
     assert module.fc1.recipe_state is None
-    assert "fc1.recipe_state.scale_forward" in module.state_dict()
+    assert module.state_dict()["fc1._extra_state"].numel()
     step(module, *operands(seed=9), recipe=recipe)
     assert module.fc1.recipe_state is not state
     assert torch.equal(module.fc1.recipe_state.amax_history["forward"][2:6], state.amax_history["forward"][1:5])
@@ -264,7 +264,7 @@ def test_loaded_state_is_saved_again_before_the_first_forward():
     module, arguments, recipe = module_of(), operands(), recipe_of("delayed")
     step(module, *arguments, recipe)
     saved = module.state_dict()
-    assert any("recipe_state" in name for name in saved)
+    assert saved["fc1._extra_state"].numel()
     loaded = module_of()
     loaded.load_state_dict(saved)
     again = loaded.state_dict()

@@ -68,7 +68,8 @@ def test_d2_regrouped_after_every_kind_of_mutation():
 
 def test_d2_a_mapping_gives_names():
     module = cgm.Sequential(collections.OrderedDict(a=linear(), b=linear()))
-    assert set(module.state_dict()) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    names = ("weight", "bias", "_extra_state")
+    assert set(module.state_dict()) == {f"{layer}.{name}" for layer in "ab" for name in names}
     with pytest.raises(TypeError, match="int"):
         cgm.Sequential(linear(), 3)
 

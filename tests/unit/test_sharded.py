@@ -146,3 +146,76 @@ def test_e10_sharded_weights_are_left_out_of_the_graph(mesh, launched):
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="parameters are DTensors"):
         torch.compile(module, backend="aot_eager", fullgraph=True)(*inputs())
+
+
+RECIPES = {"fused": None, "unfused": cgm.HighPrecision(enable_cutedsl_fused_grouped_mlp=False)}
+WIDE = 32  # blocks of MXFP8 fit
+
+
+def wide():
+    torch.manual_seed(0)
+    x = torch.randn(20, WIDE).to(BF16)
+    return cgm.GroupedMLP(G, WIDE, F, dtype=BF16, bias=True), x, torch.tensor([7, 0, 8, 5]), torch.rand(20)
+
+
+def freed(t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), cgm.MXFP8BlockScaling()], ids=[*RECIPES, "mxfp8"])
+@pytest.mark.parametrize("kind", ["dtensor", "freed"])
+def test_gradients_without_data_of_their_own_are_refused(mesh, launched, kind, recipe):
+    module, *args = wide()
+    with cgm.autocast(recipe=recipe):
+        y = module(*args)
+    launched.clear()
+    dy = torch.ones_like(y)
+    dy = freed(dy) if kind == "freed" else DTensor.from_local(dy, mesh, [Replicate()])
+    with pytest.raises(cgm.ShapeError, match="the gradient of the output"):
+        y.backward(dy)
+    assert not launched
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), cgm.MXFP8BlockScaling()], ids=[*RECIPES, "mxfp8"])
+def test_a_gradient_from_a_collective_is_waited_for(mesh, launched, monkeypatch, recipe):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    from cute_grouped_mlp import reference_kernels
+
+    module, *args = wide()
+    given = []
+    original = reference_kernels.reference_kernel
+
+    def watched(spec):
+        kernel = original(spec)
+        return lambda *arguments: (given.extend(map(type, arguments)), kernel(*arguments))
+
+    monkeypatch.setattr(reference_kernels, "reference_kernel", watched)
+    with cgm.autocast(recipe=recipe):
+        module(*args).backward(AsyncCollectiveTensor(torch.ones(20, WIDE, dtype=BF16)))
+        grad = module.fc1.weight.grad.clone()
+        module.zero_grad()
+        module(*args).backward(torch.ones(20, WIDE, dtype=BF16))
+    assert given
+    assert AsyncCollectiveTensor not in given
+    assert torch.equal(grad, module.fc1.weight.grad)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), cgm.MXFP8BlockScaling()], ids=[*RECIPES, "mxfp8"])
+@pytest.mark.parametrize("which", ["x", "sizes", "probs", "weight", "bias"])
+def test_tensors_whose_memory_was_freed_are_refused(launched, which, recipe):
+    module, *args = wide()
+    with cgm.autocast(recipe=recipe):
+        module(*args)
+        launched.clear()
+        if which in ("weight", "bias"):
+            getattr(module.fc1, which).untyped_storage().resize_(0)
+        else:
+            index = ("x", "sizes", "probs").index(which)
+            args[index] = freed(args[index])
+        with pytest.raises(cgm.ShapeError, match=r"has no memory behind it.*Allowed: tensors with data"):
+            module(*args)
+    assert recipe is RECIPES["unfused"] or not launched
+    assert which == "probs" or not launched
