@@ -274,8 +274,12 @@ def doctor() -> None:
         rows.append(("DSL runtime", str(runtime_library())))
     except GroupedMLPError as error:
         rows.append(("DSL runtime", str(error)))
-    store = ArtifactStore()
-    rows.append(("store", f"{store.root}{'' if store.refusal() is None else f', not used: {store.refusal()}'}"))
+    try:
+        store = ArtifactStore()
+    except GroupedMLPError as error:
+        rows.append(("store", f"cannot be used: {error}"))
+    else:
+        rows.append(("store", f"{store.root}{'' if store.refusal() is None else f', not used: {store.refusal()}'}"))
     # In a process of its own: a torch or a driver that crashes is a finding.
     found: dict[str, Any] = {}
     try:
@@ -283,6 +287,7 @@ def doctor() -> None:
     except GroupedMLPError as error:
         rows.append(("torch", f"cannot be used: {error}"))
     else:
+        rows += [("setting", f"not valid: {problem}") for problem in found["settings"]]
         rows.append(("Python", found["python"]))
         build_ = f"built for CUDA {found['torch_cuda']}" if found["torch_cuda"] else "CPU build"
         rows.append(("torch", f"{found['torch']}, {build_}"))

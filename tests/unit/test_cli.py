@@ -351,6 +351,18 @@ def test_doctor(run):
         assert part in out
 
 
+def test_doctor_reports_bad_values_of_variables(run, monkeypatch):
+    monkeypatch.setenv("CUTE_GROUPED_MLP_JIT", "of")
+    monkeypatch.setenv("CUTE_GROUPED_MLP_SM100", "maybe")
+    monkeypatch.setenv("CUTE_GROUPED_MLP_CACHE_DIR", "~nobody-of-this-name/store")
+    code, out, _ = run("doctor")
+    assert code == 0
+    for part in ("CUTE_GROUPED_MLP_JIT is 'of'", "CUTE_GROUPED_MLP_SM100 is 'maybe'", "NVFP4BlockScaling"):
+        assert part in out
+    assert re.search("store .*cannot be used: .*~nobody-of-this-name/store", out)
+    fails(run("list"), "~nobody-of-this-name/store", "give an absolute path")
+
+
 def test_doctor_survives_a_torch_that_does_not(run, monkeypatch):
     dying = "import sys; sys.exit('Traceback ...\\nImportError: libtorch.so: no such file')"
     monkeypatch.setattr(cli, "module_command", lambda *args: [sys.executable, "-c", dying])
