@@ -133,7 +133,7 @@ class ScaledActivation(BasicOperation):
             dprobs = dprobs.to(probs.dtype).reshape(probs.shape)
         return (dz.to(z.dtype) if ctx.input_requires_grad else None), [()], [(dprobs,)]
 
-    # The layout of the gate and up columns travels with the weights (cases.md, N11).
+    # The layout of the gate and up columns travels with the weights (docs/acceptance.md, N11).
 
     def extra_tensors(self) -> dict[str, torch.Tensor]:
         """Return the layout, where there are two halves."""
