@@ -11,9 +11,11 @@ PYTEST_ARGS ?= $(if $(GPU),,-n auto --dist loadgroup)
 .PHONY: demo test sanitize lint format typecheck generate check-generated links clean
 
 demo: $(STAMP)  ## train a small MoE model next to plain torch; ARGS="--steps 20" goes to the example
+	@echo "training two small models, then compiling kernels: a minute or more"
 	$(BIN)/cute-grouped-mlp demo $(ARGS)
 
 test: $(STAMP)  ## unit tests, and GPU tests where there is a GPU
+	@echo "running the tests: minutes; the first run compiles the catalog's kernels, a few seconds each"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -44,6 +46,7 @@ links:  ## show type checkers what an editable install hides from them
 
 # Where Python already has a torch that reaches a GPU it is used; elsewhere constraints.txt picks a small one.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): about 3 minutes and 3 GB, without output, the first time"
 	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	    $(PYTHON) -m venv --clear --system-site-packages $(VENV) && $(BIN)/python -m pip install -qq -e '.[dev,cu13]'; \
 	else \

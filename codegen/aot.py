@@ -19,7 +19,7 @@ from typing import Any
 from .artifacts import Artifact, artifact_key, publish, read_artifact
 from .compile import Compiled, compile_many
 from .errors import ArtifactCorruptError, ArtifactUnreadableError, CompileError, GroupedMLPError
-from .folders import distrust, is_entry, path_problem, remove_entry, scratch_folder, warn_once
+from .folders import distrust, expand_user, is_entry, path_problem, remove_entry, scratch_folder, warn_once
 from .render import render
 from .spec import Arch, KernelSpec
 from .toolchain import DSL, driver_cuda, toolchain
@@ -27,6 +27,7 @@ from .toolchain import DSL, driver_cuda, toolchain
 logger = logging.getLogger("cute_grouped_mlp")
 
 MANIFEST = "manifest.json"
+AOT_VARIABLE = "CUTE_GROUPED_MLP_AOT_DIRS"
 
 
 class AotFolder:
@@ -120,6 +121,11 @@ class AotFolder:
         return artifact
 
 
+def configured_folders() -> tuple[Path, ...]:
+    """Folders that ``$CUTE_GROUPED_MLP_AOT_DIRS`` names; raises as :func:`expand_user`."""
+    return tuple(expand_user(part) for part in os.environ.get(AOT_VARIABLE, "").split(os.pathsep) if part)
+
+
 @functools.cache
 def open_folder(path: Path) -> AotFolder:
     """Open an AOT folder, once per process; ``open_folder.cache_clear()`` forgets them."""
@@ -131,7 +137,7 @@ def build_folder(
     out_dir: Path,
     *,
     jobs: int | None = None,
-    progress: Callable[[KernelSpec, Artifact | CompileError], None] = lambda spec, result: None,
+    progress: Callable[[KernelSpec, Artifact | CompileError, bool], None] = lambda spec, result, compiled: None,
 ) -> dict[KernelSpec, Artifact | CompileError]:
     """Compile kernels ahead of time into a folder; needs no GPU.
 
@@ -146,7 +152,7 @@ def build_folder(
     jobs
         Compilations at a time; all cores by default.
     progress
-        Called with each kernel as it is done.
+        Called with each kernel as it is done, and whether it was compiled now rather than there already.
 
     Returns
     -------
@@ -159,6 +165,7 @@ def build_folder(
         If the folder holds something else: no manifest, another architecture or toolchain, or under a kernel's name
         files that were not written by an earlier build.  Nothing is written then.
     """
+    specs = list(dict.fromkeys(specs))
     archs = {spec.arch for spec in specs}
     if len(archs) != 1:
         raise GroupedMLPError(
@@ -175,7 +182,7 @@ def build_folder(
     for spec in specs:
         if spec.name in kept and kept[spec.name].meta["key"] == keys[spec]:
             results[spec] = kept[spec.name]
-            progress(spec, results[spec])
+            progress(spec, results[spec], False)
 
     def list_kept() -> None:
         _write_manifest(out_dir, arch, [kept[name] for name in sorted(kept)])
@@ -189,7 +196,7 @@ def build_folder(
             list_kept()  # after each: a build that is interrupted goes on where it was
         else:
             results[spec] = compiled
-        progress(spec, results[spec])
+        progress(spec, results[spec], isinstance(compiled, Compiled))
 
     scratch = scratch_folder()
     try:

@@ -58,7 +58,7 @@ _USES = {
 
 
 @functools.cache
-def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
+def default_catalog(arch: Arch, activations: tuple[str, ...] = DEFAULT_ACTIVATIONS) -> tuple[KernelSpec, ...]:
     """Every kernel that the runtime may choose for the common settings, whatever the shapes.
 
     The settings are no recipe, MXFP8 and NVFP4 as their recipes are by default.  Not written down but derived: the
@@ -68,13 +68,15 @@ def default_catalog(arch: Arch) -> tuple[KernelSpec, ...]:
     ----------
     arch
         Target; empty for one that has no kernels.
+    activations
+        Keys of :data:`codegen.activations.ACTIVATIONS` to have in place of the default.
 
     Returns
     -------
     tuple of KernelSpec
         Without duplicates, sorted by pass and name.
     """
-    plain = _collect(arch, DEFAULT_NUMERICS, DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS, DEFAULT_PROBS)
+    plain = _collect(arch, DEFAULT_NUMERICS, activations, DEFAULT_LAYOUTS, DEFAULT_PROBS)
     gemms = [
         spec if alphas is None else on_quantized(spec, alphas)
         for spec, alphas in itertools.product(plain, DEFAULT_OPERANDS)
@@ -149,17 +151,6 @@ def _every_quantization() -> Iterator[Quantization]:
     for scaling, element in itertools.product(Scaling, Element):
         for flags in itertools.product((False, True), repeat=len(names)):
             yield Quantization(scaling, element, **dict(zip(names, flags, strict=True)))
-
-
-def find(arch: Arch | None, name: str) -> KernelSpec | None:
-    """Return the spec with a variant name, of one architecture or any; None if the runtime chooses no such kernel."""
-    archs = tuple(Arch) if arch is None else (arch,)
-    return next((named[name] for a in archs if name in (named := _by_name(a))), None)
-
-
-@functools.cache
-def _by_name(arch: Arch) -> dict[str, KernelSpec]:
-    return {spec.name: spec for spec in full_catalog(arch)}
 
 
 def _collect(

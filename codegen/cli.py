@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +18,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from . import generated
-from .activations import ACTIVATIONS
-from .aot import MANIFEST, AotFolder, build_folder
+from .aot import AOT_VARIABLE, MANIFEST, AotFolder, build_folder, configured_folders
 from .artifacts import Artifact, ArtifactStore
-from .catalog import default_catalog, find, use
+from .catalog import default_catalog, use
+from .choice import ActivationOption, ArchOption, Command, PassOption, RecipeOption, by_name, select
 from .errors import ArtifactCorruptError, CompileError, GroupedMLPError
 from .folders import CACHE_VARIABLE
 from .interpreter import answer_of, environment, module_command
@@ -30,8 +29,9 @@ from .link import find_linker
 from .loading import load_callable
 from .render import render
 from .resources import ResourceReport
-from .spec import NUMERICS, Arch, KernelSpec, Pass
+from .spec import Arch, KernelSpec
 from .toolchain import driver_cuda, runtime_library, toolchain
+from .variants import named
 
 app = typer.Typer(
     help="Generate, compile and inspect the kernels of grouped MLPs.",
@@ -41,50 +41,6 @@ app = typer.Typer(
 )
 cache = typer.Typer(help="The on-disk store of kernels that were compiled at first use.", no_args_is_help=True)
 app.add_typer(cache, name="cache")
-
-#: Classes of recipes, and their short names.
-_RECIPES = {
-    "HighPrecision": "high_precision",
-    "DelayedScaling": "delayed",
-    "Float8CurrentScaling": "float8_current",
-    "Float8BlockScaling": "float8_block",
-    "MXFP8BlockScaling": "mxfp8",
-    "NVFP4BlockScaling": "nvfp4",
-}
-#: Class of a recipe and numerics of the model, by what ``--recipe`` takes, in small letters.
-RECIPES = {
-    **{name.lower(): (name, "bf16") for name in _RECIPES},
-    **{short: (name, "bf16") for name, short in _RECIPES.items()},
-    **{numerics: ("HighPrecision", numerics) for numerics in NUMERICS},
-}
-_RECIPE_NAMES = ", ".join(
-    [*(f"{name} or {short}" for name, short in _RECIPES.items()), *(f"{n} (HighPrecision in {n})" for n in NUMERICS)]
-)
-
-
-def _recipe(text: str | None) -> str | None:
-    """Return the key of RECIPES that a user means."""
-    if text is None or text.lower() in RECIPES:
-        return None if text is None else text.lower()
-    raise typer.BadParameter(f"{text!r} is no recipe; allowed, in any case: {_RECIPE_NAMES}")
-
-
-ActivationName = Enum("ActivationName", {name: name for name in ACTIVATIONS}, type=str)  # type: ignore[misc]
-
-ArchOption = Annotated[Arch, typer.Option("--arch", help="Target architecture.")]
-RecipeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe",
-        metavar="RECIPE",
-        callback=_recipe,
-        help="The kernels of a step of the fused MLP under a recipe with its defaults, in training and forward alone, "
-        f"in place of the default catalog: {_RECIPE_NAMES}.",
-    ),
-]
-PassOption = Annotated[Pass | None, typer.Option("--pass", help="Only kernels of this pass.")]
-ActivationOption = Annotated[ActivationName | None, typer.Option("--activation", help="Only kernels with it.")]
-
 
 _WARNINGS = (
     "C7512, C7519: how often ptxas warned that it serialised wgmma instructions (C7519: behind an injected "
@@ -101,28 +57,36 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(
     arch: ArchOption = Arch.SM90A,
     recipe: RecipeOption = None,
     pass_: PassOption = None,
     activation: ActivationOption = None,
-    aot: Annotated[Path | None, typer.Option(help="Also look into this folder made by `build`.")] = None,
+    aot: Annotated[
+        list[Path] | None, typer.Option(help="Also look into this folder made by `build`; may be repeated.")
+    ] = None,
 ) -> None:
-    """List the default catalog, or a recipe's: what each kernel is for, and whether it is built."""
-    specs = _select(arch, recipe, pass_, activation)
-    store = ArtifactStore()
-    folder = None if aot is None else AotFolder(aot)
+    """List the default catalog, or a recipe's: what each kernel is for, and whether it is built.
+
+    Built is what lies in a folder of --aot or of CUTE_GROUPED_MLP_AOT_DIRS, or in the store.
+    """
+    specs = select(arch, recipe, pass_, activation)
+    places: list[tuple[str, AotFolder | ArtifactStore]] = [("folder", AotFolder(path)) for path in aot or ()]
+    for path in configured_folders():
+        try:
+            places.append(("folder", AotFolder(path)))
+        except GroupedMLPError as error:  # as at run time: said, and passed over
+            _console(stderr=True).print(f"{AOT_VARIABLE}: {escape(str(error))}", highlight=False)
+    places.append(("store", ArtifactStore()))
     table = Table("variant", "for", "built", title=f"{len(specs)} kernels for {arch.value}")
     for spec in specs:
-        built = [
-            name for name, place in (("folder", folder), ("store", store)) if place is not None and place.get(spec)
-        ]
+        built = dict.fromkeys(name for name, place in places if place.get(spec))
         table.add_row(spec.name, use(spec), ", ".join(built) or "-")
     _console().print(table)
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 with a diff if it is stale.")] = False,
     out: Annotated[Path, typer.Option(help="Folder to write or check.")] = generated.GENERATED,
@@ -145,13 +109,13 @@ def generate(
     console.print(f"{out} is up to date: {len(files)} files", highlight=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
-    variant: Annotated[str, typer.Argument(help="Variant name, as `list` prints it.")],
+    variant: Annotated[str, typer.Argument(help="Variant name, as `list` prints it; any valid tile config.")],
     source_only: Annotated[bool, typer.Option("--source-only", help="Print the source and nothing else.")] = False,
 ) -> None:
     """Show a kernel: its spec, its source and, compiled now if need be, the resources it uses."""
-    spec = _find(variant)
+    spec = named(variant)
     source = render(spec).source
     if source_only:
         sys.stdout.write(source)
@@ -167,14 +131,16 @@ def show(
     console.print(f"{use(spec)}; in {artifact.path}", highlight=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def build(
     out: Annotated[Path, typer.Option("--out", help="Folder to build into, made if missing.")],
     arch: ArchOption = Arch.SM90A,
     recipe: RecipeOption = None,
     pass_: PassOption = None,
     activation: ActivationOption = None,
-    variant: Annotated[list[str] | None, typer.Option(help="Only this kernel; may be repeated.")] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="This kernel, with any valid tile config; may be repeated.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option("-j", "--jobs", min=1, help="Compilations at a time; default: cores.")
     ] = None,
@@ -186,21 +152,22 @@ def build(
     (C7519: behind an injected warpgroup.arrive): both should be 0. A build that was interrupted goes on when it is
     started again.
     """
-    specs = [_find(name, arch) for name in variant] if variant else _select(arch, recipe, pass_, activation)
+    specs = by_name(variant, arch, recipe, pass_, activation) if variant else select(arch, recipe, pass_, activation)
     console = _console()
     if find_linker() is None:
         console.print("no C compiler (cc, gcc or clang): kernels get no kernel.so, and loading them imports the DSL")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    finished = 0
+    finished, fresh = 0, set[KernelSpec]()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("compiling", total=len(specs))
 
-        def advance(spec: KernelSpec, result: Artifact | CompileError) -> None:
+        def advance(spec: KernelSpec, result: Artifact | CompileError, compiled: bool) -> None:
             nonlocal finished
             finished += 1
+            fresh.update([spec] if compiled else [])
             progress.update(task, advance=1, description=spec.name)
             if not console.is_terminal:  # a log or a pipe: whoever reads it sees that something happens
-                print(f"{finished}/{len(specs)} {spec.name}: {_outcome(result)}", flush=True)
+                print(f"{finished}/{len(specs)} {spec.name}: {_outcome(result, compiled)}", flush=True)
 
         try:
             results = build_folder(specs, out, jobs=jobs, progress=advance)
@@ -212,19 +179,21 @@ def build(
             )
             raise typer.Exit(130) from None
     columns_ = ("registers", "spill stores", "smem", "C7512", "C7519", "compile s")
-    title = f"{len(specs)} kernels for {arch.value} in {out}"
-    table = Table("variant", *columns_, title=title, caption=_WARNINGS, caption_justify="left")
     failed = {spec: result for spec, result in results.items() if isinstance(result, CompileError)}
+    counts = {"compiled": len(fresh), "there already": len(specs) - len(fresh) - len(failed), "failed": len(failed)}
+    title = f"{_kernels(len(specs))} for {arch.value}: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    table = Table("variant", *columns_, title=title, caption=_WARNINGS, caption_justify="left")
     for spec, result in results.items():
         cells = ("failed",) if isinstance(result, CompileError) else _cells(result.report)
         table.add_row(spec.name, *cells)
     console.print(table)
-    console.print(f"{out / MANIFEST}; use it with CUTE_GROUPED_MLP_AOT_DIRS={shlex.quote(str(out))}", highlight=False)
+    held, use_ = _kernels(len(AotFolder(out).names)), f"{AOT_VARIABLE}={shlex.quote(str(out))}"
+    console.print(f"{out / MANIFEST}: {held} in the folder; use it with {use_}", highlight=False)
     if failed:
         raise GroupedMLPError("\n".join(str(error) for error in failed.values()))
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `build`.")]) -> None:
     """Load every kernel of a built folder in this process; needs no GPU and imports no compiler."""
     aot = AotFolder(folder)
@@ -248,7 +217,7 @@ def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder 
     console.print(f"all {len(aot.names)} kernels in {folder} load", highlight=False)
 
 
-@cache.command("info")
+@cache.command("info", cls=Command)
 def cache_info() -> None:
     """Show where the store is, whether it is used, and what it holds."""
     store = ArtifactStore()
@@ -266,7 +235,7 @@ def cache_info() -> None:
     _console().print(table)
 
 
-@cache.command("clear")
+@cache.command("clear", cls=Command)
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -283,7 +252,7 @@ def cache_clear(
         _console().print(f"left alone, as it was not written by this package: {', '.join(map(str, others))}")
 
 
-@cache.command("verify")
+@cache.command("verify", cls=Command)
 def cache_verify() -> None:
     """Check every entry of the store against its checksums; exit 1 if one is damaged."""
     store = ArtifactStore()
@@ -294,7 +263,7 @@ def cache_verify() -> None:
     _console().print(f"all {len(results)} entries in {store.root} are intact", highlight=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor() -> None:
     """Show versions, GPU and driver, and what runs natively here, what does not, and why."""
     tools = toolchain()
@@ -305,8 +274,12 @@ def doctor() -> None:
         rows.append(("DSL runtime", str(runtime_library())))
     except GroupedMLPError as error:
         rows.append(("DSL runtime", str(error)))
-    store = ArtifactStore()
-    rows.append(("store", f"{store.root}{'' if store.refusal() is None else f', not used: {store.refusal()}'}"))
+    try:
+        store = ArtifactStore()
+    except GroupedMLPError as error:
+        rows.append(("store", f"cannot be used: {error}"))
+    else:
+        rows.append(("store", f"{store.root}{'' if store.refusal() is None else f', not used: {store.refusal()}'}"))
     # In a process of its own: a torch or a driver that crashes is a finding.
     found: dict[str, Any] = {}
     try:
@@ -314,6 +287,7 @@ def doctor() -> None:
     except GroupedMLPError as error:
         rows.append(("torch", f"cannot be used: {error}"))
     else:
+        rows += [("setting", f"not valid: {problem}") for problem in found["settings"]]
         rows.append(("Python", found["python"]))
         build_ = f"built for CUDA {found['torch_cuda']}" if found["torch_cuda"] else "CPU build"
         rows.append(("torch", f"{found['torch']}, {build_}"))
@@ -351,36 +325,6 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 200, soft_wrap=stderr)
 
 
-def _select(arch: Arch, recipe: str | None, pass_: Pass | None, activation: ActivationName | None) -> list[KernelSpec]:
-    """Filter the default catalog, or a recipe's."""
-    specs = [
-        spec
-        for spec in (default_catalog(arch) if recipe is None else _of_recipe(arch, recipe))
-        if (pass_ is None or spec.kernel is pass_) and (activation is None or spec.activation == activation.value)
-    ]
-    if not specs:
-        raise GroupedMLPError(
-            f"the catalog has no such kernel; all of them: cute-grouped-mlp list --arch {Arch.SM90A.value}"
-        )
-    return specs
-
-
-def _of_recipe(arch: Arch, recipe: str) -> list[KernelSpec]:
-    """Kernels of a recipe.  In a process of its own: recipes are the runtime's, which this package does not import."""
-    try:
-        answer = answer_of(module_command("cute_grouped_mlp.recipe_catalog", *RECIPES[recipe], arch.value))
-    except GroupedMLPError as error:
-        raise GroupedMLPError(f"the kernels of {recipe} cannot be listed: {error}") from None
-    return [KernelSpec.from_dict(data) for data in json.loads(answer)]
-
-
-def _find(name: str, arch: Arch | None = None) -> KernelSpec:
-    spec = find(arch, name)
-    if spec is None:
-        raise GroupedMLPError(f"there is no variant {name!r}; all of them: cute-grouped-mlp list")
-    return spec
-
-
 def _cells(report: ResourceReport) -> tuple[str, ...]:
     """Cells of a row of `build`'s table."""
     smem = "?" if report.smem is None else str(report.smem)
@@ -388,11 +332,14 @@ def _cells(report: ResourceReport) -> tuple[str, ...]:
     return str(report.registers), str(report.spill_stores), smem, *warnings, f"{report.seconds:.1f}"
 
 
-def _outcome(result: Artifact | CompileError) -> str:
+def _outcome(result: Artifact | CompileError, compiled: bool) -> str:
     """Say in a line how a compilation ended."""
     if isinstance(result, CompileError):
         return "failed"
     report = result.report
-    return (
-        f"{report.registers} registers, {report.spill_stores} bytes of spill stores, compiled in {report.seconds:.1f} s"
-    )
+    how = f"compiled in {report.seconds:.1f} s" if compiled else "there already"
+    return f"{report.registers} registers, {report.spill_stores} bytes of spill stores, {how}"
+
+
+def _kernels(count: int) -> str:
+    return f"{count} kernel{'' if count == 1 else 's'}"

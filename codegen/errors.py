@@ -39,6 +39,10 @@ class UnsupportedError(GroupedMLPError):
         super().__init__(f"{what} is not supported: " + "; ".join(self.reasons))
 
 
+class ConfigError(GroupedMLPError, ValueError):
+    """A recipe or a setting has a value that is not allowed."""
+
+
 class ShapeError(GroupedMLPError, ValueError):
     """An argument has a wrong shape, dtype, device or layout."""
 

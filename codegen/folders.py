@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
-from .errors import GroupedMLPError
+from .errors import ConfigError, GroupedMLPError
 
 logger = logging.getLogger("cute_grouped_mlp")
 
@@ -66,13 +66,13 @@ def expand_user(text: str) -> Path:
 
     Raises
     ------
-    ValueError
+    ConfigError
         If the user has no home folder.
     """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{text}: {error}") from error
+        raise ConfigError(f"{text!r}: {error}; give an absolute path") from error
 
 
 def path_problem(path: Path) -> str | None:

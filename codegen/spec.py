@@ -30,7 +30,7 @@ class Arch(str, Enum):
 
 
 class Pass(str, Enum):
-    """The role of a kernel in a training step (design.md section 4)."""
+    """The role of a kernel in a training step (docs/kernels.md)."""
 
     FPROP_ACT = "fprop_act"
     FPROP = "fprop"

@@ -20,6 +20,7 @@ import functools
 import json
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor, nn
 
 import cute_grouped_mlp as cgm
+from cute_grouped_mlp.codegen import recipe_names
 from cute_grouped_mlp.examples import moe_report as report
 from cute_grouped_mlp.examples.moe_report import console
 
@@ -60,13 +61,18 @@ SMALL = Config(8, 128, 64, 2, sequences=8, length=128, learning_rate=4e-3)
 #: Recipes by the names that ``--recipe`` takes, made anew for each run.
 RECIPES: Mapping[str, Callable[[], Any]] = {
     "bf16": cgm.HighPrecision,
-    "fp8_current": cgm.Float8CurrentScaling,
-    "fp8_delayed": cgm.DelayedScaling,
-    "fp8_block": cgm.Float8BlockScaling,
-    "mxfp8": cgm.MXFP8BlockScaling,
-    "nvfp4": cgm.NVFP4BlockScaling,
+    **{short: getattr(cgm, name) for name, short in recipe_names.SHORT.items() if name != "HighPrecision"},
     "nvfp4_no_rht": lambda: cgm.NVFP4BlockScaling(disable_rht=True),
 }
+
+
+def recipe_name(text: str) -> str:
+    """Return the key of RECIPES that a user means: the short name or the class of a recipe, in any case."""
+    name, numerics = recipe_names.RECIPES.get(text.lower(), ("", ""))
+    key = text.lower() if name == "" else "bf16" if name == "HighPrecision" else recipe_names.SHORT[name]
+    if key not in RECIPES or numerics == "fp16":
+        raise argparse.ArgumentTypeError(f"{text!r} is no recipe of this example; allowed: {', '.join(RECIPES)}")
+    return key
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -226,7 +232,8 @@ def train(models: tuple[ByteLM, ...], batches: Tensor, learning_rate: float, rec
     """
     optimizers = [torch.optim.AdamW(model.parameters(), lr=learning_rate) for model in models]
     losses = []
-    for batch in track(batches, "training", console=console):
+    started = time.perf_counter()
+    for step, batch in enumerate(batches, 1):
         row = []
         for model, optimizer in zip(models, optimizers, strict=True):
             with cgm.autocast(recipe=recipe):
@@ -236,6 +243,9 @@ def train(models: tuple[ByteLM, ...], batches: Tensor, learning_rate: float, rec
             optimizer.step()
             row.append(loss.detach())
         losses.append(torch.stack(row))
+        # Lines of their own, in a terminal too: a bar would be torn by those of kernels that are compiled.
+        if step in (1, len(batches)) or step % max(1, len(batches) // 5) == 0:
+            console.print(f"step {step} of {len(batches)}, {time.perf_counter() - started:.0f} s")
     return torch.stack(losses).float().cpu()
 
 
@@ -257,7 +267,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument("--device", type=torch.device, help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument("--small", action="store_true", help="the small layer also on a GPU")
-    parser.add_argument("--recipe", choices=RECIPES, default="bf16", help="recipe of this project's experts")
+    parser.add_argument(
+        "--recipe",
+        type=recipe_name,
+        default="bf16",
+        metavar="RECIPE",
+        help=f"recipe of this project's experts: {', '.join(RECIPES)} (default: %(default)s)",
+    )
     parser.add_argument("--losses", type=Path, metavar="FILE", help="write the losses of both models here, as JSON")
     arguments = parser.parse_args(argv)
 

@@ -1,7 +1,8 @@
 """The settings of the package: one typed object for all ``CUTE_GROUPED_MLP_*`` environment variables.
 
-The environment is read once, when this module is imported.  Afterwards settings change by assignment
-(``settings.fuse = False``) or for a while with :meth:`Settings.override`.  Both are process-wide.
+The environment is read once, when this module is imported.  A bad value is said then, and is an error where the
+setting is used: importing never fails.  Afterwards settings change by assignment (``settings.fuse = False``) or for a
+while with :meth:`Settings.override`.  Both are process-wide.
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ class Settings:
     generation: int
     stamp: str
     _watchers: dict[str, list[Callable[[], None]]]
+    _problems: dict[str, str]
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self.__dict__["_problems"] = {}
         self.__dict__["generation"] = 0
         self.__dict__["stamp"] = "0"
         self.__dict__["_watchers"] = {}
@@ -147,13 +150,24 @@ class Settings:
                 self.__dict__[name] = setting.default
                 continue
             try:
-                value = setting.parse(text)
-            except ValueError:
-                raise ConfigError(f"{PREFIX}{name.upper()} is {text!r}; allowed: {setting.allowed}") from None
-            self._store(name, value)
+                self._store(name, setting.parse(text))
+            except ValueError:  # ours among them
+                self._problems[name] = f"{PREFIX}{name.upper()} is {text!r}; allowed: {setting.allowed}"
+                logger.warning("%s. Whatever needs it will fail", self._problems[name])
         known = {PREFIX + name.upper() for name in SETTINGS}
-        for variable in sorted(v for v in environ if v.startswith(PREFIX) and v not in known):
+        for variable in sorted(v for v in environ if v not in known and _is_meant_for_us(v, known)):
             warnings.warn(f"{variable} is not a setting of cute_grouped_mlp{_hint(variable, known)}", stacklevel=3)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise for a setting whose variable has a bad value, at its first use: importing the package never fails."""
+        problem = self.__dict__.get("_problems", {}).get(name)
+        if problem is not None:
+            raise ConfigError(problem)
+        raise AttributeError(f"no setting {name!r}{_hint(name, SETTINGS)}")
+
+    def problems(self) -> dict[str, str]:
+        """Return what is wrong with settings whose variables have bad values, by setting; until it is assigned to."""
+        return dict(self._problems)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._store(name, value)
@@ -164,6 +178,7 @@ class Settings:
         if not SETTINGS[name].valid(value):
             raise ConfigError(f"settings.{name} is {value!r}; allowed: {SETTINGS[name].allowed}")
         self.__dict__[name] = value
+        self._problems.pop(name, None)
         self.touch()
         if name == "log_level":
             _configure_logging(value)
@@ -187,7 +202,7 @@ class Settings:
 
     def values(self) -> dict[str, Any]:
         """Return each setting's value by its name."""
-        return {name: self.__dict__[name] for name in SETTINGS}
+        return {name: getattr(self, name) for name in SETTINGS}
 
     @contextlib.contextmanager
     def override(self, **values: Any) -> Iterator[Settings]:
@@ -201,21 +216,34 @@ class Settings:
             If a value is not allowed.
         """
         before = {name: self.__dict__.get(name) for name in values}
+        problems = {name: problem for name, problem in self._problems.items() if name in values}
         try:
             for name, value in values.items():
                 self._store(name, value)
             yield self
         finally:
+            self._problems.update(problems)
             for name, value in before.items():
-                if name in SETTINGS:
+                if name in problems:
+                    self.__dict__.pop(name, None)
+                elif name in SETTINGS:
                     self._store(name, value)
 
     def __repr__(self) -> str:
-        return f"Settings({', '.join(f'{name}={self.__dict__[name]!r}' for name in SETTINGS)})"
+        values = {name: self.__dict__.get(name, "not valid") for name in SETTINGS}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+def _is_meant_for_us(variable: str, known: set[str]) -> bool:
+    """Whether a variable that we do not know has our prefix, or a name much like that of one that we know."""
+    name = variable.upper()
+    if name.startswith(PREFIX):
+        return True
+    return ("MLP" in name or "GROUPED" in name) and bool(difflib.get_close_matches(name, known, n=1, cutoff=0.9))
 
 
 def _hint(name: str, known: Mapping[str, Any] | set[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.upper(), known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(sorted(known))}"
 
 

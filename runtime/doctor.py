@@ -15,6 +15,7 @@ import torch
 from . import recipe as recipes
 from . import support
 from .codegen.interpreter import answer
+from .config import SETTINGS, settings
 
 _RECIPES = (
     recipes.HighPrecision,
@@ -33,9 +34,16 @@ def report() -> dict[str, Any]:
     -------
     dict
         ``python``, ``torch``, ``torch_cuda`` (None for a CPU build), ``cuda_problem`` (why torch cannot use a GPU, or
-        None), ``devices`` (name, capability, multiprocessors, memory in GiB), and ``recipes``: for each recipe and
-        type ``status`` ("native", "emulated" by bfloat16 kernels, or "unfused" in plain torch) and ``why``.
+        None), ``settings`` (what is wrong with each that is; the rest is reported as if it had its default),
+        ``devices`` (name, capability, multiprocessors, memory in GiB), and ``recipes``: for each recipe and type
+        ``status`` ("native", "emulated" by bfloat16 kernels, or "unfused" in plain torch) and ``why``.
     """
+    problems = settings.problems()
+    with settings.override(**{name: SETTINGS[name].default for name in problems}):
+        return {**_report(), "settings": list(problems.values())}
+
+
+def _report() -> dict[str, Any]:
     problem = None
     devices = []
     try:

@@ -6,6 +6,7 @@ from .codegen.errors import (
     ArtifactCorruptError,
     ArtifactUnreadableError,
     CompileError,
+    ConfigError,
     GroupedMLPError,
     MissingArtifactError,
     RenderError,
@@ -26,10 +27,6 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
 ]
-
-
-class ConfigError(GroupedMLPError, ValueError):
-    """A recipe or a setting has a value that is not allowed."""
 
 
 class FusionError(GroupedMLPError, RuntimeError):

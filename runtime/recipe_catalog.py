@@ -1,5 +1,7 @@
 """The kernels of each recipe: ``python -m cute_grouped_mlp.recipe_catalog RECIPE NUMERICS ARCH`` prints them as JSON.
 
+More arguments are names of activations, in place of the catalog's.
+
 ``cute-grouped-mlp list --recipe`` and ``build --recipe`` run this in a process of its own: ``codegen`` knows no
 recipe.
 """
@@ -10,6 +12,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,7 +53,12 @@ class _Target(kernels.KernelCache):
         return ""
 
 
-def recipe_catalog(recipe: Any, numerics: str = "bf16", arch: Arch = Arch.SM90A) -> tuple[KernelSpec, ...]:
+def recipe_catalog(
+    recipe: Any,
+    numerics: str = "bf16",
+    arch: Arch = Arch.SM90A,
+    activations: Sequence[str] = DEFAULT_ACTIVATIONS,
+) -> tuple[KernelSpec, ...]:
     """Every kernel that a step of the fused grouped MLP in its default settings launches, whatever the shapes.
 
     Not written down but asked: modules of a sweep of shapes are planned as :func:`explain` plans them, with the
@@ -69,6 +77,8 @@ def recipe_catalog(recipe: Any, numerics: str = "bf16", arch: Arch = Arch.SM90A)
         Key of :data:`codegen.spec.NUMERICS`: the type of the model.
     arch
         Target; empty for one that has no kernels.
+    activations
+        Those of the fused MLP, in place of the default.
 
     Returns
     -------
@@ -84,7 +94,7 @@ def recipe_catalog(recipe: Any, numerics: str = "bf16", arch: Arch = Arch.SM90A)
     interleave = {layout: size for size, layout in LAYOUTS.items()}
     with kernels.using(_Target(arch)), settings.override(fuse=True):
         for (tokens, groups, hidden, ffn), activation, layout in itertools.product(
-            shapes(arch, _divisor(recipe, numerics)), DEFAULT_ACTIVATIONS, DEFAULT_LAYOUTS
+            shapes(arch, _divisor(recipe, numerics)), activations, DEFAULT_LAYOUTS
         ):
             module = GroupedMLP(
                 groups, hidden, ffn,
@@ -117,8 +127,8 @@ def _of_call(module: GroupedMLP, recipe: Any, tokens: int, probs: Any, training:
 
 def main() -> None:
     """Print the canonical data of each spec, in one list."""
-    name, numerics, arch = sys.argv[1:]
-    specs = recipe_catalog(getattr(recipes, name)(), numerics, Arch(arch))
+    name, numerics, arch, *activations = sys.argv[1:]
+    specs = recipe_catalog(getattr(recipes, name)(), numerics, Arch(arch), activations or DEFAULT_ACTIVATIONS)
     answer(json.dumps([spec.to_dict() for spec in specs]))
 
 

@@ -1,6 +1,6 @@
 """Can the grouped path run natively?  Two predicates: for a lone GroupedLinear, and inside a pipeline.
 
-Emulation is another question (design.md, section 5).  Answers are cached under exactly what they were computed from:
+Emulation is another question (docs/recipes.md).  Answers are cached under exactly what they were computed from:
 the recipe's class and the settings of it that each predicate reads, dtype, split alignment and device.
 """
 

@@ -153,7 +153,7 @@ class ScaledActivation(BasicOperation):
             return dz.to(z.dtype), None
         return dz.to(z.dtype), dprobs.to(probs.dtype).reshape(probs.shape)
 
-    # The layout of the gate and up columns travels with the weights.
+    # The layout of the gate and up columns travels with the weights (docs/acceptance.md, N11).
 
     def get_extra_state(self) -> torch.Tensor:
         """Return the layout, ``glu_interleave_size`` or 0, as an int64 number; empty without a gate."""

@@ -28,7 +28,13 @@ def main():
         specs += tests.SPECS
     specs = tuple(dict.fromkeys(specs))
     print(f"{len(specs)} kernels")
-    build_folder(specs, options.folder, jobs=options.jobs)
+    done = iter(range(1, len(specs) + 1))
+    build_folder(
+        specs,
+        options.folder,
+        jobs=options.jobs,
+        progress=lambda spec, *_: print(f"{next(done)}/{len(specs)} {spec.name}", flush=True),
+    )
 
 
 if __name__ == "__main__":

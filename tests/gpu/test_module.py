@@ -1,4 +1,4 @@
-"""The fused grouped MLP and a lone GroupedLinear on a Hopper GPU, against float64 (acceptance.md, E; cases.md)."""
+"""The fused grouped MLP and a lone GroupedLinear on a Hopper GPU, against float64 (docs/acceptance.md, E)."""
 
 import itertools
 

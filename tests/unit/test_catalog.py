@@ -1,5 +1,6 @@
 """The catalog holds what the runtime chooses, and nothing that cannot be built."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,10 +12,12 @@ import cute_grouped_mlp as cgm
 from cute_grouped_mlp import kernels
 from cute_grouped_mlp.codegen import tiles
 from cute_grouped_mlp.codegen.activations import ACTIVATIONS
-from cute_grouped_mlp.codegen.catalog import DEFAULT_PROBS, default_catalog, find, full_catalog, use
+from cute_grouped_mlp.codegen.catalog import DEFAULT_PROBS, default_catalog, full_catalog, use
+from cute_grouped_mlp.codegen.errors import GroupedMLPError
 from cute_grouped_mlp.codegen.render import render
 from cute_grouped_mlp.codegen.select import linear_specs, step_specs
-from cute_grouped_mlp.codegen.spec import NUMERICS, Arch, DType, GluLayout, Pass
+from cute_grouped_mlp.codegen.spec import NUMERICS, Arch, DType, GluLayout, Pass, Scaling, TileConfig
+from cute_grouped_mlp.codegen.variants import named
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 SHAPE = {"tokens": 4096, "groups": 8, "hidden": 2048, "ffn": 768}
@@ -49,7 +52,7 @@ def test_the_default_catalog_holds_whatever_the_runtime_chooses(tokens, groups, 
 def test_every_choice_can_be_found_by_name(tokens, groups, hidden, ffn, numerics, activation, probs):
     shape = {"tokens": tokens, "groups": groups, "hidden": hidden, "ffn": ffn}
     for spec in step(probs, activation=activation, numerics=numerics, **shape).all:
-        assert find(Arch.SM90A, spec.name) == spec
+        assert named(spec.name, Arch.SM90A) == spec
 
 
 MODULES = [
@@ -93,7 +96,7 @@ def test_every_kernel_that_explain_names_can_be_found_by_name(options, recipe):
             made = getattr(cgm, recipe or "HighPrecision")(enable_cutedsl_fused_grouped_mlp=fused)
             specs = planned(module, made, probs=probs, grads=grads)
             assert specs
-            missing |= {spec.name for spec in specs if find(Arch.SM90A, spec.name) != spec}
+            missing |= {spec.name for spec in specs if named(spec.name) != spec}
     assert missing == set()
 
 
@@ -142,8 +145,44 @@ def test_use_tells_variants_of_a_pass_apart():
     assert len({use(spec) for spec in alike}) == len(alike) == 4
 
 
-def test_find():
-    spec = default_catalog(Arch.SM90A)[0]
-    assert find(None, spec.name) == find(Arch.SM90A, spec.name) == spec
-    assert find(Arch.SM100A, spec.name) is None
-    assert find(None, "nothing") is None
+def test_every_valid_tile_config_has_a_name_that_is_found():
+    families = {dataclasses.replace(s, tile=None): s for s in full_catalog(Arch.SM90A) if s.kernel.is_gemm}
+    for spec in families.values():
+        for tile in (*tiles.candidates(spec)[::7], TileConfig(256, 96)):
+            variant = dataclasses.replace(spec, tile=tile)
+            if not tiles.check(variant):
+                assert named(variant.name) == variant
+    assert str(named("sm90a_bf16_fprop_act_swiglu_128x256_2x1_co").tile) == "128x256_2x1_co"
+
+
+@pytest.mark.parametrize("margin", [-3, 2, 11])
+def test_a_margin_of_scales_is_found_by_name(margin):
+    for spec in full_catalog(Arch.SM90A):
+        if spec.quantization is not None and spec.quantization.scaling is Scaling.MXFP8:
+            other = dataclasses.replace(spec, quantization=dataclasses.replace(spec.quantization, margin=margin))
+            assert named(other.name) == other
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("nothing", ["there is no variant 'nothing'", "cute-grouped-mlp list"]),
+        ("sm90a_bf16_fprop_act_swiglu_128x192_1x1_p", ["near it: sm90a_bf16_fprop_act_swiglu_128x192_1x1_pp"]),
+        ("sm90a_bf16_fprop_0128x192_1x1_pp", ["near it: sm90a_bf16_fprop_128x192_1x1_pp"]),
+        ("sm90a_bf16_fprop", ["fprop needs a tile config"]),
+        ("sm90a_bf16_reduce_pfp32_128x192_1x1_pp", ["reduce takes no tile config"]),
+        ("sm90a_bf16_fprop_100x200_3x1_co", ["tile_m is 100", "tile_n is 200", "cluster is 3x1"]),
+        ("sm90a_bf16_dgrad_192x96_1x1_pp", ["tile_n is 96"]),
+        ("sm90a_bf16_quantize_nvfp4_e2m1_m2_row", ["margin belongs to mxfp8"]),
+    ],
+)
+def test_a_name_that_is_not_valid_is_told_why(name, parts):
+    with pytest.raises(GroupedMLPError) as error:
+        named(name)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_name_of_another_architecture():
+    with pytest.raises(GroupedMLPError, match="a kernel of sm_90a, not of sm_100a"):
+        named("sm90a_bf16_reduce_pfp32", Arch.SM100A)

@@ -9,11 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp.codegen import aot, cli, compile, generated, interpreter
+from cute_grouped_mlp.codegen import aot, choice, cli, compile, generated, interpreter
+from cute_grouped_mlp.codegen.activations import ACTIVATIONS
 from cute_grouped_mlp.codegen.artifacts import ArtifactStore
-from cute_grouped_mlp.codegen.catalog import default_catalog
+from cute_grouped_mlp.codegen.catalog import DEFAULT_ACTIVATIONS, default_catalog
+from cute_grouped_mlp.codegen.recipe_names import RECIPES
 from cute_grouped_mlp.codegen.render import render
 from cute_grouped_mlp.codegen.spec import Arch, Pass
+from cute_grouped_mlp.codegen.variants import named
 from cute_grouped_mlp.recipe import __name__ as recipes
 from cute_grouped_mlp.recipe_catalog import recipe_catalog
 
@@ -78,24 +81,86 @@ def test_list_of_a_recipe(run, name, recipe, numerics):
 
 def test_recipe_takes_every_class_and_its_kind():
     classes = {cls for cls in cgm.Recipe.__subclasses__() if cls is not cgm.CustomRecipe and cls.__module__ == recipes}
-    assert {name for name, _ in cli.RECIPES.values()} == {cls.__name__ for cls in classes}
+    assert {name for name, _ in RECIPES.values()} == {cls.__name__ for cls in classes}
     for cls in classes:
-        assert cli.RECIPES[cls.__name__.lower()] == cli.RECIPES[cls.kind] == (cls.__name__, "bf16")
-    assert cli.RECIPES["fp16"] == ("HighPrecision", "fp16")
+        assert RECIPES[cls.__name__.lower()] == RECIPES[cls.kind] == (cls.__name__, "bf16")
+    assert RECIPES["fp16"] == ("HighPrecision", "fp16")
 
 
 def test_a_recipe_that_cannot_be_asked_is_an_error(run, monkeypatch):
     dying = "import sys; sys.exit('Traceback ...\\nImportError: libtorch.so: no such file')"
-    monkeypatch.setattr(cli, "module_command", lambda *args: [sys.executable, "-c", dying])
+    monkeypatch.setattr(choice, "module_command", lambda *args: [sys.executable, "-c", dying])
     fails(run("list", "--recipe", "mxfp8"), "the kernels of mxfp8 cannot be listed: ImportError: libtorch.so")
 
 
+def names_in(out):
+    return [word for word in out.split() if word.startswith("sm90a_")]
+
+
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name not in DEFAULT_ACTIVATIONS])
+def test_every_activation_has_kernels_to_list(run, activation):
+    code, out, _ = run("list", "--activation", activation)
+    assert code == 0
+    specs = [named(name) for name in names_in(out)]
+    assert {spec.activation for spec in specs} == {activation}
+    assert {spec.kernel for spec in specs} == {Pass.FPROP_ACT, Pass.DGRAD_ACT}
+    assert len(specs) == sum(spec.activation == "swiglu" for spec in CATALOG)
+
+
+def test_a_recipe_of_another_activation(run):
+    _, out, _ = run("list", "--recipe", "fp16", "--activation", "silu")
+    assert {(s.numerics, s.activation) for s in map(named, names_in(out))} == {("fp16", "silu")}
+
+
+def test_every_pass_has_kernels_to_list(run):
+    for kernel in Pass:
+        code, out, _ = run("list", "--pass", kernel.value)
+        assert code == 0
+        assert {named(name).kernel for name in names_in(out)} == {kernel}
+
+
+def test_options_that_are_repeated_are_all_honoured(run):
+    _, out, _ = run("list", "--pass", "wgrad", "--pass", "bias_grad", "--pass", "reduce")
+    assert {named(name).kernel for name in names_in(out)} == {Pass.WGRAD, Pass.BIAS_GRAD, Pass.REDUCE}
+    _, out, _ = run("list", "--recipe", "fp16", "--recipe", "bf16", "--activation", "silu", "--activation", "srelu")
+    found = {(s.numerics, s.activation) for s in map(named, names_in(out))}
+    assert found == {(n, a) for n in ("bf16", "fp16") for a in ("silu", "srelu")}
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [("list", "--arch", "sm_100a"), ("list", "--pass", "bias_grad"), ("build", "--activation", "silu", "--out", "x")],
+    ("arguments", "part"),
+    [
+        (("build", "--out", "a", "--out", "b"), "--out is given 2 times"),
+        (("list", "--arch", "sm_90a", "--arch", "sm_100a"), "--arch is given 2 times"),
+        (("build", "--out", "a", "-j", "1", "--jobs", "2"), "--jobs is given 2 times"),
+        (("generate", "--out", "a", "--out", "b"), "--out is given 2 times"),
+        (
+            ("build", "--out", "a", "--variant", "x", "--recipe", "mxfp8", "--pass", "wgrad"),
+            "--recipe and --pass beside --variant",
+        ),
+        (("build", "--out", "a", "--variant", "x", "--activation", "silu"), "--activation beside --variant"),
+    ],
+)
+def test_options_that_conflict_are_refused(run, tmp_path, monkeypatch, arguments, part):
+    monkeypatch.chdir(tmp_path)
+    fails(run(*arguments), part, code=2)
+    assert not (tmp_path / "a").exists()
+
+
+def test_names_that_are_not_valid_are_all_told_before_anything_is_written(run, tmp_path):
+    bad = ("sm90a_bf16_fprop_100x128_1x1_pp", "sm90a_bf16_reduce_pfp33")
+    arguments = [word for name in bad for word in ("--variant", name)]
+    fails(
+        run("build", "--out", tmp_path / "out", *arguments), *bad, "tile_m is 100", "near it: sm90a_bf16_reduce_pfp32"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list", "--arch", "sm_100a"), ("list", "--pass", "reduce", "--activation", "silu")]
 )
 def test_an_empty_choice_is_an_error(run, arguments):
-    fails(run(*arguments), "the catalog has no such kernel")
+    fails(run(*arguments), "the catalog has no such kernel", *arguments[1:3])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +208,7 @@ def test_show(run):
     fails(run("show", "nothing"), "there is no variant 'nothing'")
 
 
-def test_build_verify_list(run, tmp_path):
+def test_build_verify_list(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     code, text, error = run("build", "--arch", "sm_90a", "--pass", "reduce", "--out", out, "-j", "2")
     assert (code, error) == (0, "")
@@ -164,6 +229,17 @@ def test_build_verify_list(run, tmp_path):
     assert f"all {len(REDUCE)} kernels" in text
     _, text, _ = run("list", "--pass", "reduce", "--aot", out)
     assert text.count("folder") == len(REDUCE)
+    monkeypatch.setenv("CUTE_GROUPED_MLP_AOT_DIRS", f"{tmp_path / 'absent'}:{out}")
+    _, text, error = run("list", "--pass", "reduce")
+    assert text.count("folder") == len(REDUCE)
+    assert f"{tmp_path / 'absent'} is not a folder of compiled kernels" in error
+    monkeypatch.delenv("CUTE_GROUPED_MLP_AOT_DIRS")
+
+    name = REDUCE[0].name
+    _, text, _ = run("build", "--out", out, "--variant", name, "--variant", name)
+    assert re.search(rf"1/1 {name}: \d+ registers, 0 bytes of spill stores, there already\n", text)
+    assert "1 kernel for sm_90a: 1 there already" in text
+    assert f"{len(REDUCE)} kernels in the folder" in text
 
     library = out / REDUCE[0].name / "kernel.so"
     # Not cut short, and not in place: this process has mapped the library, and TVM-FFI reads it again, by its path, for
@@ -273,6 +349,18 @@ def test_doctor(run):
         "C compiler",
     ):
         assert part in out
+
+
+def test_doctor_reports_bad_values_of_variables(run, monkeypatch):
+    monkeypatch.setenv("CUTE_GROUPED_MLP_JIT", "of")
+    monkeypatch.setenv("CUTE_GROUPED_MLP_SM100", "maybe")
+    monkeypatch.setenv("CUTE_GROUPED_MLP_CACHE_DIR", "~nobody-of-this-name/store")
+    code, out, _ = run("doctor")
+    assert code == 0
+    for part in ("CUTE_GROUPED_MLP_JIT is 'of'", "CUTE_GROUPED_MLP_SM100 is 'maybe'", "NVFP4BlockScaling"):
+        assert part in out
+    assert re.search("store .*cannot be used: .*~nobody-of-this-name/store", out)
+    fails(run("list"), "~nobody-of-this-name/store", "give an absolute path")
 
 
 def test_doctor_survives_a_torch_that_does_not(run, monkeypatch):

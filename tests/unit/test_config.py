@@ -47,14 +47,48 @@ def test_environment_is_parsed_by_type():
 @pytest.mark.parametrize(
     ("variable", "text"), [("FUSE", "perhaps"), ("PLAN_CACHE_SIZE", "many"), ("PLAN_CACHE_SIZE", "0"), ("SM100", "on")]
 )
-def test_bad_environment_values_name_the_variable_or_setting(variable, text):
-    with pytest.raises(cgm.ConfigError, match=f"(?i){variable}.*allowed"):
-        Settings({PREFIX + variable: text})
+def test_bad_environment_values_are_said_at_once_and_are_errors_where_they_are_used(variable, text, caplog):
+    fresh = Settings({PREFIX + variable: text, PREFIX + "JIT": "of", PREFIX + "CHECK_RANGE": "off"})
+    for name in (variable, "JIT"):
+        assert f"{PREFIX}{name} is" in caplog.text
+        with pytest.raises(cgm.ConfigError, match=f"{PREFIX}{name} is .*; allowed: "):
+            getattr(fresh, name.lower())
+    assert fresh.problems().keys() == {variable.lower(), "jit"}
+    assert fresh.check_range is False
+    with fresh.override(jit=True):
+        assert fresh.jit is True
+        assert fresh.problems().keys() == {variable.lower()}
+    with pytest.raises(cgm.ConfigError, match=PREFIX):
+        fresh.values()
+    assert "jit='not valid'" in repr(fresh)
+    fresh.jit = False
+    assert fresh.jit is False
 
 
-def test_typos_in_the_environment_are_pointed_out():
-    with pytest.warns(UserWarning, match="CUTE_GROUPED_MLP_FUZE.*did you mean CUTE_GROUPED_MLP_FUSE"):
-        Settings({"CUTE_GROUPED_MLP_FUZE": "0"})
+def test_a_bad_value_is_one_line_at_the_import():
+    command = [sys.executable, "-c", "import cute_grouped_mlp as cgm; print(cgm.settings.fuse); cgm.settings.jit"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUTE_GROUPED_MLP_JIT": "of"})
+    assert result.stdout == "True\n"
+    first, *_, last = result.stderr.splitlines()
+    problem = "CUTE_GROUPED_MLP_JIT is 'of'; allowed: True or False (on or off)"
+    assert first == f"{problem}. Whatever needs it will fail"
+    assert last == f"cute_grouped_mlp.codegen.errors.ConfigError: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("CUTE_GROUPED_MLP_FUZE", "FUSE"), ("CUTE_GROUPED_MLP_JITT", "JIT"), ("CUTE_GROUPED_MPL_JIT", "JIT"),
+     ("cute_grouped_mlp_jit", "JIT"), ("CUTE_GROUPEDMLP_AOT_DIRS", "AOT_DIRS"),
+     ("CUTE_GROUPED_MLP_CACHEDIR", "CACHE_DIR")],
+)  # fmt: skip
+def test_typos_in_the_environment_are_pointed_out(variable, meant):
+    with pytest.warns(UserWarning, match=f"{variable}.*did you mean CUTE_GROUPED_MLP_{meant}"):
+        Settings({variable: "0"})
+
+
+def test_other_programs_variables_are_left_alone(recwarn):
+    Settings({"CUTE_DSL_ARCH": "sm_90a", "MLP_SIZE": "3", "GROUPED": "1", "TORCH_LOGS": "", "CUTE_DSL_CACHE_DIR": "x"})
+    assert not recwarn.list
 
 
 def test_typos_in_code_are_rejected():

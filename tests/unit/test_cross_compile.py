@@ -1,6 +1,8 @@
 """Every default kernel compiles for sm_90a on a machine without a GPU, and the result is what it should be."""
 
+import itertools
 import os
+import sys
 from pathlib import Path
 
 import filelock
@@ -23,10 +25,19 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("cross_compile"
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled(pytestconfig):
+    """Artifacts of the catalog; a line for each that is compiled now, which takes seconds each."""
+    capture, done = pytestconfig.pluginmanager.getplugin("capturemanager"), itertools.count(1)
+
+    def tell(spec, result, compiled):
+        count = next(done)
+        if compiled:
+            with capture.global_and_fixture_disabled():
+                print(f"\rcompiled {spec.name}, kernel {count} of {len(CATALOG)}", file=sys.stderr, flush=True)
+
     FOLDER.parent.mkdir(exist_ok=True)
     with filelock.FileLock(FOLDER.with_suffix(".lock")):  # another test process may be at it
-        return build_folder(CATALOG, FOLDER, jobs=min(2, os.cpu_count() or 1))
+        return build_folder(CATALOG, FOLDER, jobs=min(2, os.cpu_count() or 1), progress=tell)
 
 
 @pytest.mark.parametrize("spec", CATALOG, ids=str)

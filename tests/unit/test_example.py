@@ -1,12 +1,14 @@
 """The example: its data, its routing on the device, its gradients, and a short run without a GPU."""
 
 import json
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import cute_grouped_mlp as cgm
+from cute_grouped_mlp.codegen import recipe_names
 from cute_grouped_mlp.examples import moe_report, train_moe
 from cute_grouped_mlp.examples.train_moe import Config, MoE, TorchExperts
 from cute_grouped_mlp.reference_kernels import ReferenceKernels
@@ -144,6 +146,9 @@ def test_three_steps_on_the_cpu(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "the curves agree" in printed
     assert "enable_cutedsl_fused_grouped_mlp" in printed
+    assert re.findall(r"^step (\d) of 3, \d+ s$", printed, re.MULTILINE) == ["1", "2", "3"]
+    assert "both are plain torch here" in printed
+    assert "times the speed" not in printed
     assert "2 built, 1 found" in printed  # flipped back: the first plan again
     assert full_size == [(65536, 128, 2048, 768)]
 
@@ -159,6 +164,17 @@ def test_a_recipe_trains_and_its_losses_are_written(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "MXFP8BlockScaling emulated" in printed
     assert "agree" not in printed
+
+
+def test_recipes_have_the_names_that_list_and_build_take(capsys):
+    for text, (name, numerics) in recipe_names.RECIPES.items():
+        if numerics == "bf16":
+            assert isinstance(train_moe.RECIPES[train_moe.recipe_name(text.upper())](), getattr(cgm, name))
+    assert {*train_moe.RECIPES} - {*recipe_names.RECIPES} == {"nvfp4_no_rht"}
+    for text in ("fp8_current", "fp16"):
+        with pytest.raises(SystemExit):
+            train_moe.main(["--recipe", text])
+        assert f"'{text}' is no recipe of this example; allowed: bf16, delayed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", [1.0 + 2 * moe_report.LOSS_BOUND, float("nan")])

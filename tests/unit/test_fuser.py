@@ -1,4 +1,4 @@
-"""Plans and their cache (acceptance.md, section B; cases.md, M1)."""
+"""Plans and their cache (docs/acceptance.md, B, M1)."""
 
 import dataclasses
 import functools

@@ -159,7 +159,7 @@ def test_p3_no_home_and_no_such_user(monkeypatch, tmp_path, place, caplog):
             assert ArtifactStore().root == tmp_path / f"cute-grouped-mlp-{os.geteuid()}"
     assert len(caplog.records) == 1
     with pytest.raises(cgm.ConfigError, match="CUTE_GROUPED_MLP_CACHE_DIR is '~/x'"):
-        cgm.config.Settings({"CUTE_GROUPED_MLP_CACHE_DIR": "~/x"})
+        cgm.config.Settings({"CUTE_GROUPED_MLP_CACHE_DIR": "~/x"}).values()
 
 
 def test_p3_commands_work_without_a_home(tmp_path):

@@ -1,4 +1,4 @@
-"""From a spec to a callable: process, AOT folders, store, compiling (design.md, section 6; cases.md, J5, M3, M5)."""
+"""From a spec to a callable: process, AOT folders, store, compiling (docs/acceptance.md, J5, M3, M5)."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""Recipes: fields, validation and the text that plans are found by (acceptance.md, section A; cases.md, M1, M6)."""
+"""Recipes: fields, validation and the text that plans are found by (docs/acceptance.md, A, M1, M6)."""
 
 import copy
 import dataclasses
