@@ -29,7 +29,11 @@ class Command(TyperCommand):
         """Parse, after counting."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter(order).items():
-            if count > 1 and option.param_type_name == "option" and not (option.multiple or option.is_flag):
+            if (
+                count > 1
+                and option.param_type_name == "option"
+                and not (option.multiple or getattr(option, "is_flag", False))
+            ):
                 ctx.fail(f"{max(option.opts, key=len)} is given {count} times; it takes one value")
         return super().parse_args(ctx, args)
 
