@@ -26,7 +26,8 @@ from .errors import ConfigError
 from .fuser import OperationFuser
 from .grouped_mlp import FusedGroupedMLP
 from .ops.activation import ScaledActivation
-from .ops.grouped_linear import GroupedLinear, pack
+from .ops.grouped_linear import GroupedLinear
+from .ops.grouped_parameters import pack
 from .recipe import (
     CLASSES,
     FLAG,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_grouped_mlp as cgm
-from cute_grouped_mlp.ops import grouped_linear
+from cute_grouped_mlp.ops import grouped_parameters
 
 pytestmark = pytest.mark.gpu
 
@@ -165,18 +165,18 @@ def test_m4_what_is_made_during_capture_is_not_published():
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    grouped_linear.dummy_gradients.clear()
+    grouped_parameters.dummy_gradients.clear()
     for p in module.parameters():
         p.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    assert grouped_linear.dummy_gradients.info().currsize == 0
+    assert grouped_parameters.dummy_gradients.info().currsize == 0
     captured = {p.grad.data_ptr() for p in module.parameters()}
     for p in module.parameters():
         p.grad = None
     step()
-    assert grouped_linear.dummy_gradients.info().currsize == 2
+    assert grouped_parameters.dummy_gradients.info().currsize == 2
     assert not captured & {p.grad.data_ptr() for p in module.parameters()}
     before = [p.main_grad.clone() for p in module.parameters()]
     graph.replay()

@@ -100,7 +100,7 @@ def test_a_module_from_the_meta_device_is_drawn_at_once():
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_into_main_grad": True}, {"single_grouped_weight": False}])
-def test_hooks_run_after_each_delayed_gradient(ref, options):
+def test_e3_hooks_run_after_each_delayed_gradient(ref, options):
     """Megatron's data parallelism leaves out its own hooks, and registers one of each weight with the layer."""
     torch.manual_seed(0)
     module = cgm.GroupedMLP(G, H, F, dtype=BF16, delay_wgrad_compute=True, **options)
