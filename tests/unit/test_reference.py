@@ -1,6 +1,7 @@
 """The plain-torch reference, and the reference of each kernel (acceptance.md, section E)."""
 
 import ast
+import re
 
 import pytest
 import torch
@@ -152,6 +153,23 @@ def test_reference_kernels_write_every_element_and_note_bad_splits(activation, p
         assert next(a for a in arguments if isinstance(a, torch.Tensor) and a.shape == (1,)).item() == 1
 
 
+DTYPES = {"BFloat16": torch.bfloat16, "Float32": torch.float32, "Int32": torch.int32}
+
+
+def check_tensor(tensor, declared, extents, where):
+    """A tensor is what a kernel's docstring declares: "(T, 2F) BFloat16, contiguous"; letters have one size each."""
+    shape, dtype = re.match(r"\((.*?),?\) (\w+)", declared).groups()
+    assert tensor.dtype == DTYPES[dtype], f"{where} is {tensor.dtype}, declared {declared}"
+    dims = [dim.strip() for dim in shape.split(",")]
+    assert len(dims) == tensor.dim(), f"{where} has shape {tuple(tensor.shape)}, declared {declared}"
+    for dim, size in zip(dims, tensor.shape, strict=True):
+        extent = re.fullmatch(r"(\d*)([A-Z]?)", dim)  # not of "N tiles", which the GEMM's tile decides
+        if extent is not None:
+            factor, letter = int(extent[1] or 1), extent[2]
+            known = extents.setdefault(letter, size // factor) if letter else 1
+            assert known * factor == size, f"{where} has shape {tuple(tensor.shape)}, declared {declared}, {extents}"
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu", "srelu"])
 @pytest.mark.parametrize("probs", [None, DType.FP32])
 def test_reference_kernels_take_the_arguments_of_the_rendered_ones(activation, probs):
@@ -163,9 +181,16 @@ def test_reference_kernels_take_the_arguments_of_the_rendered_ones(activation, p
         arguments, _ = example_arguments(spec, sizes=[5, 0, 20], tokens=30, n=24, k=16, device="cpu")
         assert names[-2:] == ["num_ctas", "stream"], spec.name
         assert len(names) - 2 == len(arguments), (spec.name, names)
-        kinds = ["Tensor" if isinstance(a, torch.Tensor) else "Float32" for a in arguments]
-        annotations = [ast.unparse(a.annotation) for a in launch.args.args[:-2]]
-        assert all(kind in annotation for kind, annotation in zip(kinds, annotations, strict=True)), spec.name
+        declared = dict(
+            re.findall(r"^    (\w+)\n        (.*?)(?::|$)", ast.get_docstring(launch, clean=False), re.MULTILINE)
+        )
+        params = {} if spec.activation is None else dict(ACTIVATIONS[spec.activation].params)
+        extents = {"T": 30, "G": 3}
+        for name, argument in zip(names, arguments, strict=False):
+            if isinstance(argument, torch.Tensor):
+                check_tensor(argument, declared[name], extents, f"{spec.name}: {name}")
+            else:
+                assert argument == params[name], f"{spec.name}: {name}"
 
 
 def test_reference_kernels_are_a_provider():

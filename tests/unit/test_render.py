@@ -22,7 +22,7 @@ import pytest
 
 from cute_grouped_mlp.codegen import contexts, render, tiles
 from cute_grouped_mlp.codegen.activations import ACTIVATIONS
-from cute_grouped_mlp.codegen.catalog import default_catalog
+from cute_grouped_mlp.codegen.catalog import default_catalog, full_catalog
 from cute_grouped_mlp.codegen.errors import RenderError
 from cute_grouped_mlp.codegen.quantize_contexts import QuantizeContext
 from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass, Schedule, TileConfig
@@ -152,23 +152,46 @@ def templates():
     return sorted(str(f) for folder in folders for f in folder.iterdir() if f.name.endswith(".jinja"))
 
 
+def parsed(name):
+    with resources.files("cute_grouped_mlp.templates").joinpath(name).open() as file:
+        return jinja2.Environment().parse(file.read())
+
+
+def family(name):
+    """A template with all that it extends and imports."""
+    tree = parsed(name)
+    nodes = tree.find_all((jinja2.nodes.Extends, jinja2.nodes.FromImport))
+    return {name, *itertools.chain.from_iterable(family(node.template.value) for node in nodes)}
+
+
 @pytest.mark.parametrize("path", templates(), ids=lambda p: p.rsplit("/", 1)[1])
 def test_templates_ask_the_context_and_nothing_else(path):
-    """Every attribute of ``k`` exists in a context class, and ``k`` is the only name that comes from outside."""
+    """``k`` is the only name that comes from outside."""
     with open(path) as file:
         tree = jinja2.Environment().parse(file.read())
     imported = {name for node in tree.find_all(jinja2.nodes.FromImport) for name in node.names}
     assert jinja2.meta.find_undeclared_variables(tree) <= {"k", "caller"} | imported
-    asked = {node.attr for node in tree.find_all(jinja2.nodes.Getattr) if getattr(node.node, "name", "") == "k"}
-    known = {name for cls in CONTEXTS for name in dir(cls) if not name.startswith("_")}
-    assert asked <= known
+
+
+@pytest.mark.parametrize("kernel", Pass)
+def test_every_attribute_that_a_pass_asks_is_in_its_own_context(kernel):
+    """Not in that of another pass, which StrictUndefined would notice only where the line is rendered."""
+    shown = {}
+    for name in family(f"sm90/{kernel.value}.py.jinja"):
+        for node in parsed(name).find_all(jinja2.nodes.Getattr):
+            if getattr(node.node, "name", "") == "k":
+                shown.setdefault(node.attr, name)
+    spec = next(spec for spec in (*SPECS, *full_catalog(Arch.SM90A)) if spec.kernel is kernel)
+    context = type(render.context(spec))
+    assert {attr: name for attr, name in shown.items() if not hasattr(context, attr)} == {}
+    assert len(shown) > 2
 
 
 def test_the_contexts_hold_nothing_that_no_template_asks():
     text = "".join(Path(path).read_text() for path in templates())
     asked = set(re.findall(r"\bk\.(\w+)", text))
     for cls in CONTEXTS:
-        public = {name for name in vars(cls) if not name.startswith("_")} - {"spec", "tile"}
+        public = {name for name in dir(cls) if not name.startswith("_")} - {"spec", "tile"}  # inherited ones too
         assert public <= asked, f"{cls.__name__}: {sorted(public - asked)}"
 
 

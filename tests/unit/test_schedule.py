@@ -4,11 +4,12 @@ The scheduler's text runs as plain Python, each of 32 threads standing for a lan
 a barrier.
 """
 
+import ast
 import dataclasses
 import random
-import re
 import struct
 import threading
+import types
 
 import pytest
 
@@ -29,6 +30,7 @@ class Warp:
         self.barrier = threading.Barrier(32)
         self.slots = [0] * 32
         self.local = threading.local()
+        self.block = self.blocks = 0
 
     def exchange(self, value):
         """Every lane's value."""
@@ -69,6 +71,12 @@ class Warp:
     def block_idx_in_cluster():
         return 0
 
+    def block_idx(self):
+        return self.block, 0, 0
+
+    def grid_dim(self):
+        return self.blocks, 1, 1
+
     def run(self, function):
         """Run ``function()`` on every lane; lane 0's result."""
         results, errors = [None] * 32, []
@@ -106,11 +114,7 @@ class Sizes(list):
 
 
 def scheduler(spec, warp):
-    """The schedule section of a rendered kernel as a namespace of plain Python functions."""
-    source = render(spec).source
-    section = re.search(r"# -+ schedule\n(.*?)\ndef ragged|$", source, re.DOTALL).group(1)
-    section = section.split("\nEXTENT")[0]
-    constants = re.search(r"\nTILE_M, .*?\n# named barriers", source, re.DOTALL).group()
+    """The constants and the schedule's functions of a rendered kernel, its own definitions, as plain Python."""
     arch = type("arch", (), {n: staticmethod(getattr(warp, n)) for n in dir(warp) if not n.startswith("_")})
     cute = type("cute", (), {"jit": staticmethod(lambda f: f), "arch": arch, "Tensor": list})
     cutlass = type("cutlass", (), {"range_constexpr": range, "range": staticmethod(lambda *a, unroll=1: range(*a))})
@@ -120,16 +124,21 @@ def scheduler(spec, warp):
         "Int32": int,
         "Boolean": bool,
         "Float32": Float32,
+        "BFloat16": types.SimpleNamespace(width=16),
         "dataclass": dataclasses.dataclass,
     }
-    exec(re.sub(r"STAGE_BYTES.*|Z_BYTES.*", "", constants), scope)
-    fields = (
-        ("tokens", "groups", "m_tiles", "n_tiles")
-        if spec.kernel is Pass.WGRAD
-        else ("tokens", "groups", "n_tiles", "k_tiles")
-    )
-    scope["Problem"] = dataclasses.make_dataclass("Problem", fields)
-    exec(section, scope)
+    tree = ast.parse(render(spec).source)
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    constants = [node for node in tree.body if isinstance(node, ast.Assign)]
+    functions = [defined["Problem"], defined["Window"], defined["Tile"]]
+    todo = ["assignment", "first_window", "locate", "k_count"]
+    for name in todo:  # and what they call
+        functions.append(defined[name])
+        called = {
+            n.func.id for n in ast.walk(defined[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        todo += sorted(name for name in called & defined.keys() if name not in todo and defined[name] not in functions)
+    exec(compile(ast.Module([*constants, *functions], []), spec.name, "exec"), scope)
     return scope
 
 
@@ -141,14 +150,14 @@ def tiles_of(spec, sizes, tokens, clusters, **extents):
     status, sizes = Status([0]), Sizes(sizes)
 
     def cluster(number):
+        size = spec.tile.cluster_m * spec.tile.cluster_n
+        warp.block, warp.blocks = number * size + size - 1, clusters * size
+
         def lane():
             window = scope["first_window"](sizes, problem, status)
             found, turn = [], 0
             while True:
-                index = turn * clusters + number
-                if spec.kernel is Pass.WGRAD and turn % 2:
-                    index = turn * clusters + clusters - 1 - number
-                tile, window = scope["locate"](index, window, sizes, problem, status)
+                tile, window = scope["locate"](scope["assignment"](turn), window, sizes, problem, status)
                 if not tile.live:
                     return found
                 found.append((tile.group, tile.m, tile.n, tile.row, tile.rows, scope["k_count"](tile, problem)))
