@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from .activations import ACTIVATIONS
 from .catalog import DEFAULT_ACTIVATIONS, default_catalog, full_catalog, in_order
@@ -29,7 +29,7 @@ class Command(TyperCommand):
         """Parse, after counting."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter(order).items():
-            if count > 1 and option.param_type_name == "option" and not (option.multiple or option.is_flag):
+            if count > 1 and isinstance(option, TyperOption) and not (option.multiple or option.is_flag):
                 ctx.fail(f"{max(option.opts, key=len)} is given {count} times; it takes one value")
         return super().parse_args(ctx, args)
 

@@ -57,7 +57,8 @@ def _read(name: str) -> KernelSpec | None:
         spec = replace(spec, quantization=replace(spec.quantization, margin=value))
     if spec is None or tile is None:
         return spec
-    return replace(spec, tile=TileConfig(*map(int, tile.groups()[:4]), schedule=_SCHEDULES[tile[5]]))
+    tile_m, tile_n, cluster_m, cluster_n = map(int, tile.groups()[:4])
+    return replace(spec, tile=TileConfig(tile_m, tile_n, cluster_m, cluster_n, _SCHEDULES[tile[5]]))
 
 
 @functools.cache
