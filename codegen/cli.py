@@ -22,7 +22,7 @@ from .aot import AOT_VARIABLE, MANIFEST, AotFolder, build_folder, configured_fol
 from .artifacts import Artifact, ArtifactStore
 from .catalog import default_catalog, use
 from .choice import ActivationOption, ArchOption, Command, PassOption, RecipeOption, by_name, select
-from .errors import ArtifactCorruptError, CompileError, GroupedMLPError
+from .errors import ArtifactCorruptError, ArtifactUnreadableError, CompileError, GroupedMLPError
 from .folders import CACHE_VARIABLE
 from .interpreter import answer_of, environment, module_command
 from .link import find_linker
@@ -205,7 +205,7 @@ def verify(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder 
             if artifact.library_path is None:
                 raise ArtifactCorruptError("it has no kernel.so: it was built without a C compiler")
             load_callable(artifact)
-        except ArtifactCorruptError as error:
+        except (ArtifactCorruptError, ArtifactUnreadableError) as error:
             failures += 1
             console.print(f"[red]failed[/] {name}: {escape(str(error))}", highlight=False)
         else:

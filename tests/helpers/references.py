@@ -1,7 +1,28 @@
-"""Steps of a grouped MLP in float64: the reference of tests on the CPU and on GPUs."""
+"""Steps of a grouped MLP in float64, and activations: the reference of tests on the CPU and on GPUs."""
+
+import torch
 
 from cute_grouped_mlp import reference, reference_quantized
 from cute_grouped_mlp.reference_quantized import LinearReplay
+
+#: Activations written down a second time, in torch's functions.  One that is not here is compared with itself: its
+#: gradient with autograd's of its own forward.
+FORMULAS = {
+    "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    "clamped_qgeglu": lambda gate, up, limit, alpha, offset: (
+        gate.clamp(max=limit) * torch.sigmoid(alpha * gate.clamp(max=limit)) * (up.clamp(-limit, limit) + offset)
+    ),
+    "situglu": lambda gate, up, b1, b2: b1 * torch.tanh(gate / b1) * torch.sigmoid(gate) * b2 * torch.tanh(up / b2),
+    "srelu": lambda gate: torch.relu(gate) ** 2,
+    "silu": torch.nn.functional.silu,
+}
+
+
+def activation(name, halves, params):
+    """An activation of the table, by its formula here, or else by the table's forward alone."""
+    if name in FORMULAS:
+        return FORMULAS[name](*halves, *params)
+    return reference.activation_forward(name, torch.cat(halves, -1), None, None, params)
 
 
 def expected_step(module, x, sizes, probs, dy, **options):

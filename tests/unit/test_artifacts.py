@@ -265,7 +265,10 @@ print(store.get_or_build(spec).path)
 
 def start(tmp_path, what):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), what]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    # What a killed process leaves behind goes with the test.
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
 
 
 def test_j1_six_processes_one_cold_key_one_compile(tmp_path):
@@ -327,10 +330,8 @@ def use_own_build(store, compiler, specs, warnings_of, reason):
     assert reason in warnings_of()
 
 
-def test_an_own_build_is_gone_when_the_process_ends(tmp_path, monkeypatch):
+def test_an_own_build_is_gone_when_the_process_ends(tmp_path):
     (tmp_path / "cache").write_text("")
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process = start(tmp_path, "go on")
     path = process.communicate("go\n", timeout=60)[0].splitlines()[-1]
     assert process.returncode == 0
@@ -567,7 +568,7 @@ def test_a_second_build_adds_to_a_folder_and_compiles_what_changed(
 
 
 def test_a_build_that_is_interrupted_goes_on_where_it_was(fake_aot, compiler, specs, tmp_path):
-    def interrupt(spec, result):
+    def interrupt(spec, result, compiled):
         if spec == specs(1):
             raise KeyboardInterrupt
 

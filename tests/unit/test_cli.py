@@ -291,6 +291,19 @@ def test_verify_wants_a_library(run, tmp_path, monkeypatch):
     assert "built without a C compiler" in result[1]
 
 
+def test_verify_goes_on_after_a_kernel_that_cannot_be_loaded(run, tmp_path, monkeypatch):
+    def load(artifact):
+        if artifact.name == REDUCE[0].name:
+            raise cgm.ArtifactUnreadableError("no such library")
+
+    aot.build_folder(REDUCE[:2], tmp_path / "out")
+    monkeypatch.setattr(cli, "load_callable", load)
+    result = run("verify", tmp_path / "out")
+    fails(result, "1 of 2 kernels")
+    assert f"failed {REDUCE[0].name}: no such library" in result[1]
+    assert f"loaded {REDUCE[1].name}" in result[1]
+
+
 def test_build_tells_what_failed_and_keeps_the_rest(run, tmp_path, monkeypatch, small):
     broken = {REDUCE[0]: small(REDUCE[0], "THREADS = 128", "THREADS = nothing")}
     monkeypatch.setattr(compile, "render", lambda spec: broken.get(spec) or small(spec))

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from references import activation
 
 import cute_grouped_mlp as cgm
 from cute_grouped_mlp import reference
@@ -14,17 +15,13 @@ from cute_grouped_mlp.codegen.signature import gemm_tensors
 from cute_grouped_mlp.codegen.spec import Arch, DType, GluLayout, KernelSpec, Pass, Schedule, TileConfig
 from cute_grouped_mlp.reference_kernels import example_arguments, reference_kernel
 
-FORMULAS = {
-    "swiglu": lambda a, b: a * torch.sigmoid(a) * b,
-    "clamped_qgeglu": lambda a, b, limit, alpha, offset: (
-        a.clamp(max=limit) * torch.sigmoid(alpha * a.clamp(max=limit)) * (b.clamp(-limit, limit) + offset)
-    ),
-    "situglu": lambda a, b, b1, b2: b1 * torch.tanh(a / b1) * torch.sigmoid(a) * b2 * torch.tanh(b / b2),
-    "srelu": lambda a: torch.relu(a) ** 2,
-    "silu": torch.nn.functional.silu,
-}
-PARAMS = {"clamped_qgeglu": [(7.0, 1.702, 1.0), (5.0, 1.5, 0.5), (0.5, 1.5, 0.5)], "situglu": [(4.0, 25.0), (2.0, 8.0)]}
-CASES = [(name, params) for name in ACTIVATIONS for params in PARAMS.get(name, [()])]
+#: Parameters as they are by default, smaller, and smallest.
+SCALES = (1.0, 0.5, 0.1)
+CASES = [
+    (name, tuple(scale * value for _, value in entry.params))
+    for name, entry in ACTIVATIONS.items()
+    for scale in SCALES[: len(SCALES) if entry.params else 1]
+]
 
 
 @pytest.mark.parametrize("interleave", [None, 32])
@@ -38,7 +35,7 @@ def test_activation_and_its_gradient_equal_autograds(name, params, interleave):
     probs = torch.rand(7, dtype=torch.float64, requires_grad=True)
     a = reference.activation_forward(name, z, probs, interleave, params)
     halves = reference.split_glu(z, interleave) if entry.glu else (z,)
-    expected = FORMULAS[name](*halves, *params) * probs[:, None]
+    expected = activation(name, halves, params) * probs[:, None]
     torch.testing.assert_close(a, expected)
     grad = torch.randn_like(a)
     dz, dprobs = torch.autograd.grad(expected, (z, probs), grad)
@@ -48,7 +45,7 @@ def test_activation_and_its_gradient_equal_autograds(name, params, interleave):
     got_dz, got_dprobs = reference.activation_backward(name, grad, z.detach(), None, interleave, params)
     assert got_dprobs is None
     torch.testing.assert_close(
-        got_dz, torch.autograd.grad(FORMULAS[name](*_halves(entry, z, interleave), *params), z, grad)[0]
+        got_dz, torch.autograd.grad(activation(name, _halves(entry, z, interleave), params), z, grad)[0]
     )
 
 
@@ -85,7 +82,7 @@ def test_step_in_float64_equals_autograd():
     probs = torch.rand(tokens, dtype=torch.float64, requires_grad=True)
     rows = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
     z = torch.einsum("th,tnh->tn", x[:11], w1[rows])
-    a = FORMULAS["swiglu"](*z.chunk(2, -1)) * probs[:11, None]
+    a = activation("swiglu", z.chunk(2, -1), ()) * probs[:11, None]
     y = torch.cat((torch.einsum("tf,thf->th", a, w2[rows]), torch.zeros(2, hidden, dtype=torch.float64)))
     dy = torch.randn_like(y)
     dx, dw1, dw2, dprobs = torch.autograd.grad(y, (x, w1, w2, probs), dy)
@@ -154,6 +151,9 @@ def test_reference_kernels_write_every_element_and_note_bad_splits(activation, p
         assert next(a for a in arguments if isinstance(a, torch.Tensor) and a.shape == (1,)).item() == 1
 
 
+DTYPES = {"BFloat16": torch.bfloat16, "Float32": torch.float32, "Int32": torch.int32}
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu", "srelu"])
 @pytest.mark.parametrize("probs", [None, DType.FP32])
 def test_reference_kernels_take_the_arguments_of_the_rendered_ones(activation, probs):
@@ -170,6 +170,9 @@ def test_reference_kernels_take_the_arguments_of_the_rendered_ones(activation, p
         kinds = ["Tensor" if isinstance(a, torch.Tensor) else "Float32" for a in arguments]
         annotations = [ast.unparse(a.annotation) for a in launch.args.args[:-2]]
         assert all(kind in annotation for kind, annotation in zip(kinds, annotations, strict=True)), spec.name
+        params = {} if spec.activation is None else dict(ACTIVATIONS[spec.activation].params)
+        numbers = {n: a for n, a in zip(names, arguments, strict=False) if not isinstance(a, torch.Tensor)}
+        assert numbers == params, spec.name
 
 
 TYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32, "Int32": torch.int32}
