@@ -151,9 +151,6 @@ def test_reference_kernels_write_every_element_and_note_bad_splits(activation, p
         assert next(a for a in arguments if isinstance(a, torch.Tensor) and a.shape == (1,)).item() == 1
 
 
-DTYPES = {"BFloat16": torch.bfloat16, "Float32": torch.float32, "Int32": torch.int32}
-
-
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu", "srelu"])
 @pytest.mark.parametrize("probs", [None, DType.FP32])
 def test_reference_kernels_take_the_arguments_of_the_rendered_ones(activation, probs):
