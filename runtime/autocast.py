@@ -21,13 +21,16 @@ class _InForce(threading.local):
     amax_reduction_group
         Process group over which amaxes of delayed scaling are reduced; None: the default one.
     replay : Replay or None
-        What a checkpointed forward runs with and its recomputation will; None outside of checkpoints.
+        The pass through a checkpointed function that is under way; None outside of checkpoints.
+    entered_inside : bool
+        Whether the recipe was entered inside of that function.
     """
 
     def __init__(self) -> None:
         self.recipe: Any = None
         self.amax_reduction_group: Any = None
         self.replay: Replay | None = None
+        self.entered_inside = False
 
 
 in_force = _InForce()
@@ -70,19 +73,18 @@ class autocast(contextlib.ContextDecorator):
             )
         self._recipe = recipe if enabled else None
         self._group = amax_reduction_group
-        self._outer: list[tuple[Any, Any]] = []
+        self._outer: list[tuple[Any, Any, bool]] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append((in_force.recipe, in_force.amax_reduction_group))
-        recipe, replay = self._recipe, in_force.replay
-        in_force.recipe = recipe if replay is None else replay.entered(recipe)
-        in_force.amax_reduction_group = self._group
+        self._outer.append((in_force.recipe, in_force.amax_reduction_group, in_force.entered_inside))
+        in_force.recipe, in_force.amax_reduction_group = self._recipe, self._group
+        in_force.entered_inside = in_force.replay is not None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        in_force.recipe, in_force.amax_reduction_group = self._outer.pop()
+        in_force.recipe, in_force.amax_reduction_group, in_force.entered_inside = self._outer.pop()
 
     def _recreate_cm(self) -> autocast:
         # Each call of a decorated function gets a block of its own, so that it may recurse and run in several threads.

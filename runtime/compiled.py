@@ -48,7 +48,8 @@ CAUSES = {
     "that depend on each quantiser, and an operator must know the shapes of what it returns",
     "flag": f"the recipe's {FLAG} is not None, True or False: the call raises an error that says so",
     "fusions": "fusions other than this package's are registered, which are asked about the module's own operations",
-    "replay": "it is inside of cute_grouped_mlp.checkpoint, and an operation has a recipe of its own",
+    "replay": "it is inside of cute_grouped_mlp.checkpoint, and a recipe was entered inside of the checkpointed "
+    "function or is an operation's own: it is recorded for the recomputation",
 }
 
 
@@ -230,7 +231,7 @@ def _cause(
     if registry.joint[0] is not patterns.fuse_grouped_mlp:
         return "fusions"
     for op in (fc1, activation, fc2):
-        if op._recipe is not None and in_force.replay is not None:
+        if in_force.replay is not None and (op._recipe is not None or in_force.entered_inside):
             return "replay"
         flag = getattr(_recipe_of(op), FLAG, None)
         if flag is not None and not isinstance(flag, bool):

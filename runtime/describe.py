@@ -116,7 +116,8 @@ class Description:
         return f"({', '.join(f'{name}={self.text(item)}' for name, item in values.items())})"
 
     def _mapping(self, values: Mapping[Any, Any]) -> str:
-        return "{" + ", ".join(sorted(f"{self.text(key)}: {self.text(item)}" for key, item in values.items())) + "}"
+        # In their order, which code that looks for the first match sees, too.
+        return "{" + ", ".join(f"{self.text(key)}: {self.text(item)}" for key, item in values.items()) + "}"
 
 
 _OWN_PICKLING = ("__getnewargs__", "__getnewargs_ex__", "__getstate__", "__reduce__", "__reduce_ex__")

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,13 +27,16 @@ from .errors import FusionError, FusionFallbackWarning, ShapeError
 from .fusion import Rejection
 from .op import BasicOperation, FusedOperation, FusibleOperation, expand
 from .pipeline import Call, Pipeline, Plan, make_contexts, run_direct, run_forward
-from .plain import PLAIN, arrived, local, require_plain
+from .plain import PLAIN, arrived, is_sharded, local, require_plain
 from .planning import plan_operation, planning
 from .plans import Plans, own_recipe
 from .recipe import FLAG, OURS, Recipe
 from .recipe_state import QuantizedCall, state_key, states_lock
 from .recipe_text import TEXT, recipe_name
 from .snapshot import NO_RECIPE, Snapshot, is_ours, snapshot
+
+if TYPE_CHECKING:
+    from .checkpoint import RecordedCall
 
 logger = logging.getLogger("cute_grouped_mlp")
 #: True while torch.compile traces.
@@ -119,8 +122,9 @@ class OperationFuser:
         basic_op_kwargs: Sequence[dict[str, Any]] | None,
         *,
         again: bool = False,
+        recorded: RecordedCall | None = None,
     ) -> Any:
-        """Do what a call does, outside of ``torch.compile``'s graphs."""
+        """Do what a call does, outside of ``torch.compile``'s graphs; ``again`` after a plan that was stale."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise ShapeError(f"got {len(extra_inputs)} extra inputs, {self._expected()}")
         if not isinstance(input, torch.Tensor):
@@ -130,22 +134,26 @@ class OperationFuser:
             input, extra_inputs, params = self._plain(input, extra_inputs, params)
         x_requires_grad = input.requires_grad and torch.is_grad_enabled()
         boundary = 0 if x_requires_grad else self.boundary(False, extra_inputs)
+        recipe = in_force.recipe
         if in_force.replay is not None:
-            in_force.replay.note(self.basic_ops)
-        plan = self.select(in_force.recipe, boundary, input, params)
-        if plan.direct is None:
-            if plan.error is not None:
-                raise plan.error
-            if not self._plans.packed(params):
+            recorded = in_force.replay.call(self.basic_ops) if recorded is None else recorded
+            recipe = recorded.recipe
+        if recorded is not None and recorded.replayed and recorded.differs(self.basic_ops):
+            plan = self._make_once(recorded, boundary)
+        else:
+            plan = self.select(recipe, boundary, input, params)
+            if plan.direct is None and not self._plans.packed(params):
                 self._plans.expire()
-                plan = self.select(in_force.recipe, boundary, input, params)
+                plan = self.select(recipe, boundary, input, params)
+        if plan.direct is None and plan.error is not None:
+            raise plan.error
         self.last_plan = plan
         if basic_op_kwargs:
             self._check_buffers(basic_op_kwargs, input, (*params, *extra_inputs), x_requires_grad, boundary)
         quantized = self._unquantized
         if plan.state_key[0] != "high_precision":
-            quantized = self._take_states(plan)
-        elif plan.state_key != self._state_key:
+            quantized = self._take_states(plan, recorded)
+        elif plan.state_key != self._state_key and (recorded is None or not recorded.replayed):
             self._reset_states(plan)
         for index, op in self.hooked:
             op.pre_fuser_forward(requires_grad=index >= boundary)
@@ -166,7 +174,7 @@ class OperationFuser:
             if again:
                 raise
             self._plans.expire()
-            return self.run(input, extra_inputs, basic_op_kwargs, again=True)
+            return self.run(input, extra_inputs, basic_op_kwargs, again=True, recorded=recorded)
         if settings.debug_checks:
             kernels.provider().check_status(input.device)
         return result
@@ -236,16 +244,16 @@ class OperationFuser:
         Raises
         ------
         ShapeError
-            If kernels run on the device, and something has no data of its own.
+            If an input is a ``DTensor``, or kernels run on the device and something has no data of its own.
         """
         owners = [op for op in self.basic_ops for _ in op.fuser_parameters()]
         params = [local(p, f"a parameter of {type(op).__name__}") for op, p in zip(owners, params, strict=True)]
         input, *extra_inputs = map(arrived, (input, *extra_inputs))
-        if not kernels.provider().unsupported(input.device):
-            named = [("the input", input), *((f"extra input {i}", t) for i, t in enumerate(extra_inputs))]
-            require_plain(
-                named + [(f"a parameter of {type(op).__name__}", p) for op, p in zip(owners, params, strict=True)]
-            )
+        named = [("the input", input), *((f"extra input {i}", t) for i, t in enumerate(extra_inputs))]
+        named += [(f"a parameter of {type(op).__name__}", p) for op, p in zip(owners, params, strict=True)]
+        if kernels.provider().unsupported(input.device):
+            named = [(name, t) for name, t in named if is_sharded(t)]
+        require_plain(named)
         return input, extra_inputs, params
 
     def _expected(self) -> str:
@@ -348,6 +356,12 @@ class OperationFuser:
                 self._plans.cache.hits, self._plans.cache.misses = old.cache.hits, old.cache.misses
             return self._plans
 
+    def _make_once(self, call: RecordedCall, boundary: int) -> Plan:
+        """Make the plan of a recomputation whose operations had other recipes of their own than they have now."""
+        now = snapshot(call.recipe)
+        self._plans.cache.misses += 1
+        return self._make((now.text, boundary), now, call.own)
+
     def _make(self, key: tuple[str, int], recipe: Snapshot, own: Sequence[Snapshot | None]) -> Plan:
         """Make a plan from snapshots of the recipe and of the operations' own, and from nothing else of them."""
         recipes = [recipe.recipe if mine is None else mine.recipe for mine in own]
@@ -426,27 +440,27 @@ class OperationFuser:
                 counted = [now if mine is None else mine.recipe for mine in own]
                 self._reset_states_to(counted, _state_key_of(now, own))
 
-    def _take_states(self, plan: Plan) -> tuple[QuantizedCall | None, ...]:
+    def _take_states(self, plan: Plan, call: RecordedCall | None) -> tuple[QuantizedCall | None, ...]:
         """Return the plan's quantisers on the operations' states, made anew if they are not the recipe's."""
-        replay, key = in_force.replay, plan.state_key
-        pairs = list(zip(self.basic_ops, plan.planned, strict=True))
-        quantizing = [op for op, planned in pairs if planned.quantizers is not None]
+        replayed = call is not None and call.replayed
+        group = in_force.amax_reduction_group if call is None else call.amax_reduction_group
         with states_lock:
-            if replay is None or any((op, key) not in replay.states for op in quantizing):
-                if key != self._state_key:
-                    self._reset_states(plan)
+            if not replayed and plan.state_key != self._state_key:
+                self._reset_states(plan)
             calls: list[QuantizedCall | None] = []
-            for op, planned in pairs:
+            for op, planned in zip(self.basic_ops, plan.planned, strict=True):
                 state, scales = op.recipe_state, None
-                if replay is not None and planned.quantizers is not None:
-                    if state is not None or (op, key) in replay.states:
-                        state = replay.states.setdefault((op, key), state)  # type: ignore[arg-type]  # not None
-                    scales = replay.scales.setdefault((op, key), {})
+                if call is not None:
+                    if replayed:
+                        state = call.states.get(op)
+                    elif state is not None:
+                        call.states[op] = state
+                    scales = call.scales.setdefault(op, {})
                 if state is None or planned.quantizers is None:
                     calls.append(None)
                     continue
                 state.prepare(planned.quantizers)
-                state.amax_reduction_group = in_force.amax_reduction_group
+                state.amax_reduction_group = group
                 calls.append(QuantizedCall(planned.quantizers, state, scales))
             return tuple(calls)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from . import kernels
-from .autocast import in_force
 from .caching import LRUCache
 from .config import settings
 from .op import BasicOperation
@@ -111,7 +110,5 @@ def _shapes_of(params: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def own_recipe(op: BasicOperation) -> Snapshot | None:
-    """Return an operation's own recipe, inside of a checkpoint as its forward found it."""
-    if in_force.replay is not None:
-        return in_force.replay.own(op)
+    """Return an operation's own recipe; None if it has none."""
     return None if op.recipe is None else snapshot(op.recipe)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
 from collections.abc import Collection
-from types import MemberDescriptorType
 from typing import Any
 
 from .describe import Description, detached, type_name
@@ -89,17 +89,22 @@ def class_attributes(cls: type, declared: Collection[str] = ()) -> list[str]:
     cls
         The class; bases of this package's own are left out.
     declared
-        Names of dataclass fields: of these only properties count.
+        Names of dataclass fields: of these only data descriptors count, as properties and slots.
     """
     found: dict[str, None] = {}
     for base in cls.__mro__:
         if base is object or is_of_package(base):
             continue
         for name, value in vars(base).items():
-            data = not callable(value) and not isinstance(value, (classmethod, staticmethod, MemberDescriptorType))
-            if name[:1] != "_" and data and (name not in declared or isinstance(value, property)):
+            data = not callable(value) and not isinstance(value, (classmethod, staticmethod))
+            if name[:1] != "_" and data and (name not in declared or is_data_descriptor(value)):
                 found[name] = None
     return list(found)
+
+
+def is_data_descriptor(value: Any) -> bool:
+    """Whether what a class has under a name (a property, a slot) answers for its instances, whatever they hold."""
+    return hasattr(type(value), "__set__")
 
 
 def describe(recipe: Any) -> tuple[str, tuple[str, ...]]:
@@ -144,8 +149,8 @@ def frozen_copy(recipe: Any) -> Any:
     with lock:
         cls = type(recipe)
         read, _ = values(recipe)
-        if any(isinstance(getattr(cls, name, None), property) for name in read):
-            # A property would be read again, and hide what was read: the copy is of the nearest class of this package.
+        if any(is_data_descriptor(inspect.getattr_static(cls, name, None)) for name in read):
+            # It would be read again, and hide what was read: the copy is of the nearest class of this package.
             cls = next(filter(is_of_package, cls.__mro__))
         twin = object.__new__(cls)
         state = {name: value for name, value in vars(recipe).items() if name[:1] == "_" and name not in NOT_COPIED}

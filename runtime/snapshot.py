@@ -162,7 +162,9 @@ def _read_foreign(recipe: Any) -> Recipe:
     cls = CLASSES.get(kind, UnknownRecipe)
     declared = {f.name: f.default for f in dataclasses.fields(cls)}
     known = (*declared, *_FP8_QUANT, *_FP4_QUANT, *_ONLY)
-    others = _attached(recipe) | set(recipe_text.class_attributes(type(recipe), known))
+    others = (
+        _attached(recipe) | set(recipe_text.class_attributes(type(recipe), known)) | {f.name for f in _fields(recipe)}
+    )
     names = [*known, *sorted(name for name in others - set(known) if name[:1] != "_")]
     read = {name: value for name in names if (value := getattr(recipe, name, _MISSING)) is not _MISSING}
     values = {name: _converted(value) if name in declared else value for name, value in read.items()}
@@ -182,6 +184,14 @@ def _read_foreign(recipe: Any) -> Recipe:
         problems += [] if problems else [*twin._conflicts(), *_not_done(recipe, twin, {*known, *_WITHOUT_EFFECT})]
     state.update({PROBLEMS: tuple(problems), FROZEN: True})
     return twin
+
+
+def _fields(recipe: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """Dataclass fields of a foreign recipe, also of one that a proxy stands for; none if it is no dataclass."""
+    try:
+        return dataclasses.fields(recipe)
+    except TypeError:
+        return ()
 
 
 def _attached(recipe: Any) -> set[str]:
@@ -216,10 +226,13 @@ def _not_done(recipe: Any, twin: Any, known: set[str]) -> list[str]:
             here = meant.get(field, neutral)
             if params is not None and (value := getattr(params, field, here)) != here:
                 found.append(f"{name}.{field} is {value!r}, by the other fields it is {here!r}")
-    for its in dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ():
-        if its.name not in known and its.default is not dataclasses.MISSING:
-            if (value := getattr(twin, its.name, its.default)) != its.default:
-                found.append(f"{its.name} is {value!r}, a setting that is not implemented")
+    for its in _fields(recipe):
+        if its.name in known:
+            continue
+        default = its.default if its.default_factory is dataclasses.MISSING else its.default_factory()
+        # One without a default always asks for something.
+        if (value := getattr(twin, its.name, default)) != default or default is dataclasses.MISSING:
+            found.append(f"{its.name} is {value!r}, a setting that is not implemented")
     return found
 
 

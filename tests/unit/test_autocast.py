@@ -8,6 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import cute_grouped_mlp as cgm
+from cute_grouped_mlp import kernels
+from cute_grouped_mlp.reference_kernels import ReferenceKernels
 
 G, H, F = 3, 8, 16
 
@@ -244,3 +246,111 @@ def test_b5_settings_are_those_of_the_forward_while_it_is_recomputed_and_no_long
         y.sum().backward()
         assert getattr(cgm.settings, setting) is not before
     assert seen == [before, before]
+
+
+# Several calls in one checkpointed function ---------------------------------------------------------------
+
+
+def several_calls(calls, *, own=None, checkpointed=True, use_reentrant=False, after=lambda module, recipes: None):
+    """Gradients of a function that calls a module once for each of ``calls(module, recipes)``, a generator."""
+    torch.manual_seed(0)
+    module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
+    module.fc1.recipe = copy.deepcopy(own)
+    recipes = [cgm.MXFP8BlockScaling(), cgm.DelayedScaling()]
+    x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
+    sizes, probs = torch.tensor([5, 0, 7]), torch.rand(12, generator=torch.Generator().manual_seed(2))
+
+    def function(x):
+        for recipe in calls(module, recipes):
+            with cgm.autocast(recipe=recipe):
+                x = module(x, sizes, probs)
+        return x
+
+    y = cgm.checkpoint(function, x, use_reentrant=use_reentrant) if checkpointed else function(x)
+    after(module, recipes)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
+
+
+def recipe_changed_between(module, recipes):
+    yield recipes[0]
+    recipes[0].margin = 9  # a recomputation finds it so from the start, and would quantise both calls with it
+    yield recipes[0]
+
+
+def own_recipe_changed_between(module, recipes):
+    yield None
+    module.fc1.recipe.margin = 9
+    yield None
+
+
+def own_recipe_given_between(module, recipes):
+    module.fc1.recipe = None
+    yield recipes[0]
+    module.fc1.recipe = cgm.MXFP8BlockScaling(margin=9)
+    yield recipes[0]
+
+
+def state_reset_between(module, recipes):
+    yield recipes[1]
+    module.reset_recipe_state()
+    yield recipes[1]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("calls", "own"),
+    [
+        (recipe_changed_between, None),
+        (own_recipe_changed_between, cgm.MXFP8BlockScaling()),
+        (own_recipe_given_between, None),
+        (state_reset_between, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_b5_each_call_is_recomputed_under_what_it_ran_under(path, calls, own, use_reentrant):
+    expected = several_calls(calls, own=own, checkpointed=False)
+    got = several_calls(calls, own=own, use_reentrant=use_reentrant)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_b5_a_call_that_the_forward_did_not_make_runs_under_what_is_in_force():
+    module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
+    x = torch.randn(12, 64, dtype=torch.bfloat16).requires_grad_()
+    sizes, runs = torch.tensor([5, 0, 7]), []
+
+    def function(x):
+        runs.append(None)
+        y = module(x, sizes, torch.ones(12))
+        if len(runs) == 2:
+            module.fc1.recipe = cgm.HighPrecision()
+            module(x.detach(), sizes, torch.ones(12))
+            texts.append([None if own is None else own.text for own in module.fuser._plans.own])
+        return y
+
+    texts = []
+    with cgm.autocast(recipe=cgm.MXFP8BlockScaling()):
+        y = cgm.checkpoint(function, x, use_reentrant=True)
+    y.sum().backward()
+    assert len(runs) == 2
+    assert texts == [[str(cgm.HighPrecision()), None, None]]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_b5_a_plan_made_anew_in_the_middle_of_a_call_counts_it_once(use_reentrant):
+    """Somebody assigned to ``.data``: the call finds its plan stale, and runs again."""
+    with kernels.using(ReferenceKernels()):
+        results = []
+        for checkpointed in (False, True):
+            torch.manual_seed(0)
+            module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
+            x, sizes = torch.ones(12, 64, dtype=torch.bfloat16).requires_grad_(), torch.tensor([5, 0, 7])
+            probs = torch.ones(12)
+            module(x, sizes, probs)
+            for weight in (module.fc1.weight, module.fc2.weight):
+                weight.data = weight.data.mT.contiguous().mT
+            y = cgm.checkpoint(module, x, sizes, probs, use_reentrant=use_reentrant) if checkpointed else None
+            y = module(x, sizes, probs) if y is None else y
+            y.square().sum().backward()
+            results.append([y.detach(), x.grad, module.fc1.weight.grad])
+        assert all(map(torch.equal, *results))

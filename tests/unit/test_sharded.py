@@ -219,3 +219,11 @@ def test_tensors_whose_memory_was_freed_are_refused(launched, which, recipe):
             module(*args)
     assert recipe is RECIPES["unfused"] or not launched
     assert which == "probs" or not launched
+
+
+@pytest.mark.parametrize("which", ["x", "probs"])
+def test_inputs_that_are_dtensors_are_refused_in_plain_torch_with_the_same_advice(mesh, which):
+    args = dict(zip(("x", "sizes", "probs"), inputs(), strict=True))
+    args[which] = distribute_tensor(args[which].detach(), mesh, [Replicate()])
+    with pytest.raises(cgm.ShapeError, match=r"is a DTensor, which kernels cannot read: pass \.to_local\(\)"):
+        module_of()(*args.values())

@@ -528,3 +528,94 @@ def test_c1_a_plan_asks_the_predicate_once_for_a_key(ref):
         step(module, *args, recipe=cgm.MXFP8BlockScaling(margin=margin))
     info = asked.cache_info()
     assert (info.misses, info.hits) == (1, 2)  # for each of three plans; FC1 says no
+
+
+# Faults that a reviewer found -----------------------------------------------------------------------------------------
+
+
+def test_b1_dictionaries_that_differ_in_their_order_have_different_texts():
+    """Code that takes the first match sees the order."""
+    a, b = cgm.MXFP8BlockScaling(), cgm.MXFP8BlockScaling()
+    a.layers, b.layers = {"fc1": 1, "fc": 2}, {"fc": 2, "fc1": 1}
+    assert str(a) != str(b)
+
+
+@dataclasses.dataclass
+class WithFactory:
+    margin: int = 0
+    fp8_format: cgm.Format = cgm.Format.E4M3
+    clip: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class WithRequired:
+    clip: float
+    margin: int = 0
+    fp8_format: cgm.Format = cgm.Format.E4M3
+
+
+@dataclasses.dataclass
+class WithDefault:
+    margin: int = 0
+    fp8_format: cgm.Format = cgm.Format.E4M3
+    clip: float = 0.0
+
+
+class Proxy:
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def named(cls):
+    return type("MXFP8BlockScaling", (cls,), {})
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        named(WithFactory)(clip=[1.0]),
+        named(WithRequired)(0.0),
+        named(WithDefault)(clip=1.0),
+        named(Proxy)(named(WithDefault)(clip=1.0)),
+    ],
+    ids=["default factory", "no default", "default", "proxy"],
+)
+def test_a5_an_unknown_setting_of_a_foreign_recipe_is_refused_however_it_is_declared(recipe):
+    with pytest.raises(cgm.UnsupportedError, match=r"clip is .* not implemented"):
+        step(module_of(), *operands(), recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", [named(WithFactory)(), named(WithDefault)(), named(Proxy)(named(WithDefault)())])
+def test_a5_an_unknown_setting_at_its_default_is_not_refused(recipe):
+    got, expected = (step(module_of(), *operands(), recipe=r) for r in (recipe, cgm.MXFP8BlockScaling()))
+    assert all(torch.equal(got[name].nan_to_num(), expected[name].nan_to_num()) for name in expected)
+
+
+class Validated:
+    """A data descriptor that is no property, as those of validation libraries."""
+
+    def __set_name__(self, owner, name):
+        self.name = f"_its_{name}"
+
+    def __get__(self, instance, owner):
+        return self if instance is None else getattr(instance, self.name, 0)
+
+    def __set__(self, instance, value):
+        object.__setattr__(instance, self.name, value)
+
+
+@pytest.mark.parametrize("kind", ["descriptor", "slot"])
+def test_b1_a_setting_in_a_descriptor_or_slot_of_a_subclass_is_read_and_stays_as_it_was(kind):
+    members = {"margin": Validated()} if kind == "descriptor" else {"__slots__": ("layers",)}
+    name = "margin" if kind == "descriptor" else "layers"
+    recipe = type("Mine", (cgm.MXFP8BlockScaling,), members)()
+    member = vars(type(recipe))[name]
+    member.__set__(recipe, 1)
+    first = snapshot(recipe)
+    member.__set__(recipe, 2)  # behind __setattr__
+    second = snapshot(recipe)
+    assert (getattr(first.recipe, name), getattr(second.recipe, name)) == (1, 2)
+    assert first.text != second.text == str(recipe)
