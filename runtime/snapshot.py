@@ -230,8 +230,7 @@ def _not_done(recipe: Any, twin: Any, known: set[str]) -> list[str]:
         if its.name in known:
             continue
         default = its.default if its.default_factory is dataclasses.MISSING else its.default_factory()
-        # One without a default always asks for something.
-        if (value := getattr(twin, its.name, default)) != default or default is dataclasses.MISSING:
+        if (value := getattr(twin, its.name, default)) != default:  # one without a default always asks for something
             found.append(f"{its.name} is {value!r}, a setting that is not implemented")
     return found
 

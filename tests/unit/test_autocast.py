@@ -251,7 +251,7 @@ def test_b5_settings_are_those_of_the_forward_while_it_is_recomputed_and_no_long
 # Several calls in one checkpointed function ---------------------------------------------------------------
 
 
-def several_calls(calls, *, own=None, checkpointed=True, use_reentrant=False, after=lambda module, recipes: None):
+def several_calls(calls, *, own=None, checkpointed=True, use_reentrant=False, before=None):
     """Gradients of a function that calls a module once for each of ``calls(module, recipes)``, a generator."""
     torch.manual_seed(0)
     module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
@@ -260,6 +260,10 @@ def several_calls(calls, *, own=None, checkpointed=True, use_reentrant=False, af
     x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
     sizes, probs = torch.tensor([5, 0, 7]), torch.rand(12, generator=torch.Generator().manual_seed(2))
 
+    if before is not None:
+        module(x, sizes, probs)
+        before(module)
+
     def function(x):
         for recipe in calls(module, recipes):
             with cgm.autocast(recipe=recipe):
@@ -267,7 +271,6 @@ def several_calls(calls, *, own=None, checkpointed=True, use_reentrant=False, af
         return x
 
     y = cgm.checkpoint(function, x, use_reentrant=use_reentrant) if checkpointed else function(x)
-    after(module, recipes)
     y.square().sum().backward()
     return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
 
@@ -337,20 +340,69 @@ def test_b5_a_call_that_the_forward_did_not_make_runs_under_what_is_in_force():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_b5_a_plan_made_anew_in_the_middle_of_a_call_counts_it_once(use_reentrant):
-    """Somebody assigned to ``.data``: the call finds its plan stale, and runs again."""
+def test_b5_a_call_that_ran_again_as_its_plan_was_stale_counts_once(use_reentrant):
+    """Somebody assigned to ``.data``: the call finds its plan stale in the middle, and runs again."""
+
+    def assign(module):
+        for weight in (module.fc1.weight, module.fc2.weight):
+            weight.data = weight.data.mT.contiguous().mT
+
+    def calls(module, recipes):
+        yield None
+        yield recipes[0]
+
     with kernels.using(ReferenceKernels()):
-        results = []
-        for checkpointed in (False, True):
-            torch.manual_seed(0)
-            module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
-            x, sizes = torch.ones(12, 64, dtype=torch.bfloat16).requires_grad_(), torch.tensor([5, 0, 7])
-            probs = torch.ones(12)
-            module(x, sizes, probs)
-            for weight in (module.fc1.weight, module.fc2.weight):
-                weight.data = weight.data.mT.contiguous().mT
-            y = cgm.checkpoint(module, x, sizes, probs, use_reentrant=use_reentrant) if checkpointed else None
-            y = module(x, sizes, probs) if y is None else y
-            y.square().sum().backward()
-            results.append([y.detach(), x.grad, module.fc1.weight.grad])
-        assert all(map(torch.equal, *results))
+        expected = several_calls(calls, checkpointed=False, before=assign)
+        got = several_calls(calls, use_reentrant=use_reentrant, before=assign)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the outer forward is without gradients
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_b5_an_inner_checkpoint_recomputes_its_own_part_of_the_calls(use_reentrant):
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
+        x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
+        sizes, probs = torch.tensor([5, 0, 7]), torch.ones(12)
+        keep = (lambda f, x: cgm.checkpoint(f, x, use_reentrant=use_reentrant)) if checkpointed else (lambda f, x: f(x))
+
+        def call(x, recipe, module=module, sizes=sizes, probs=probs):
+            with cgm.autocast(recipe=recipe):
+                return module(x, sizes, probs)
+
+        def inner(x, call=call):
+            return call(x, cgm.MXFP8BlockScaling(margin=9))
+
+        def outer(x, call=call, keep=keep, inner=inner):
+            return call(keep(inner, call(x, cgm.MXFP8BlockScaling())), None)
+
+        y = keep(outer, x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad])  # those of weights are sums, in another order where nested
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it after a graph break
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_b5_compiled_modules_in_a_checkpointed_function_that_enters_a_recipe(use_reentrant):
+    """The recipe is changed before backward: a recomputation in a graph would read it as it is then."""
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        module = cgm.GroupedMLP(G, 64, 64, dtype=torch.bfloat16)
+        compiled = torch.compile(module, backend="eager")
+        x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
+        sizes, probs, recipe = torch.tensor([5, 0, 7]), torch.ones(12), cgm.MXFP8BlockScaling()
+
+        def function(x, compiled=compiled, recipe=recipe, sizes=sizes, probs=probs):
+            with cgm.autocast(recipe=recipe):
+                return compiled(x, sizes, probs)
+
+        y = cgm.checkpoint(function, x, use_reentrant=use_reentrant) if checkpointed else function(x)
+        recipe.margin = 9
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *[p.grad for p in module.parameters()]])
+    assert all(map(torch.equal, *results))

@@ -598,13 +598,13 @@ class Validated:
     """A data descriptor that is no property, as those of validation libraries."""
 
     def __set_name__(self, owner, name):
-        self.name = f"_its_{name}"
+        self.name = name
 
     def __get__(self, instance, owner):
-        return self if instance is None else getattr(instance, self.name, 0)
+        return self if instance is None else vars(instance).get(self.name, 0)
 
     def __set__(self, instance, value):
-        object.__setattr__(instance, self.name, value)
+        vars(instance)[self.name] = value
 
 
 @pytest.mark.parametrize("kind", ["descriptor", "slot"])
@@ -615,6 +615,7 @@ def test_b1_a_setting_in_a_descriptor_or_slot_of_a_subclass_is_read_and_stays_as
     member = vars(type(recipe))[name]
     member.__set__(recipe, 1)
     first = snapshot(recipe)
+    assert str(recipe) == first.text
     member.__set__(recipe, 2)  # behind __setattr__
     second = snapshot(recipe)
     assert (getattr(first.recipe, name), getattr(second.recipe, name)) == (1, 2)
