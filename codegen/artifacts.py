@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import weakref
@@ -210,6 +211,10 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+#: How names of what the store makes look: a variant and the start of its key, or folders under way or set aside.
+_ENTRY_NAME = re.compile(r"-[0-9a-f]{12}$|^\.")
+
+
 class ArtifactStore:
     """Compiled kernels on disk, shared by the processes of one user.  Thread-safe.
 
@@ -324,6 +329,8 @@ class ArtifactStore:
             If something cannot be deleted.
         """
         count, others = 0, []
+        if (self.root / LAYOUT).is_symlink():
+            return 0, [self.root / LAYOUT]
         for folder in sorted(self.root.glob(f"{LAYOUT}/*")):
             if not folder.is_dir() or folder.is_symlink():
                 others.append(folder)
@@ -331,7 +338,7 @@ class ArtifactStore:
             for path in sorted(folder.iterdir()):
                 if path.name.startswith(".") and path.name.endswith(".lock"):
                     path.unlink()
-                elif not remove_entry(path):
+                elif not _ENTRY_NAME.search(path.name) or not remove_entry(path):
                     others.append(path)
                 elif not path.name.startswith("."):
                     count += 1

@@ -186,3 +186,21 @@ def test_new_folders_have_the_mode_that_was_asked_for(tmp_path):
         assert stat.S_IMODE(folders.new_folder(tmp_path, "x", 0o777).stat().st_mode) == 0o750
     finally:
         os.umask(before)
+
+
+def test_clear_leaves_folders_that_are_named_otherwise_and_a_store_that_is_a_link(tmp_path):
+    from cute_grouped_mlp.codegen.artifacts import ArtifactStore
+
+    for name in ("real", "linked"):
+        mine = tmp_path / name / "v1" / "train" / "proj"
+        mine.mkdir(parents=True)
+        (mine / "kernel.py").write_text("my code\n")
+        (mine / "meta.json").write_text("{}\n")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "v1").symlink_to(tmp_path / "linked" / "v1")
+    for root in ("real", "store"):
+        count, others = ArtifactStore(tmp_path / root).clear()
+        assert count == 0
+        assert others
+    for name in ("real", "linked"):
+        assert len(list((tmp_path / name / "v1" / "train" / "proj").iterdir())) == 2
