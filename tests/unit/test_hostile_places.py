@@ -191,8 +191,9 @@ def test_new_folders_have_the_mode_that_was_asked_for(tmp_path):
 def test_clear_leaves_folders_that_are_named_otherwise_and_a_store_that_is_a_link(tmp_path):
     from cute_grouped_mlp.codegen.artifacts import ArtifactStore
 
-    for name in ("real", "linked"):
-        mine = tmp_path / name / "v1" / "train" / "proj"
+    folders = {"real": "proj", "linked": "proj-0123456789ab"}  # the second is named as an entry
+    for name, folder in folders.items():
+        mine = tmp_path / name / "v1" / "train" / folder
         mine.mkdir(parents=True)
         (mine / "kernel.py").write_text("my code\n")
         (mine / "meta.json").write_text("{}\n")
@@ -202,5 +203,5 @@ def test_clear_leaves_folders_that_are_named_otherwise_and_a_store_that_is_a_lin
         count, others = ArtifactStore(tmp_path / root).clear()
         assert count == 0
         assert others
-    for name in ("real", "linked"):
-        assert len(list((tmp_path / name / "v1" / "train" / "proj").iterdir())) == 2
+    for name, folder in folders.items():
+        assert len(list((tmp_path / name / "v1" / "train" / folder).iterdir())) == 2
